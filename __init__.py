@@ -1,0 +1,35 @@
+"""Rolecall: asynchronous LoRA-GRPO as a graph of supervised actors. This is the public door."""
+
+from .runtime import (
+    Actor,
+    ActorDied,
+    ActorStopped,
+    AskTimeout,
+    DeadlockError,
+    Finished,
+    Graph,
+    NotYet,
+    Ref,
+    Restart,
+    RolecallError,
+    Strategy,
+    Unrecoverable,
+    idempotent,
+)
+
+__all__ = [
+    "Actor",
+    "ActorDied",
+    "ActorStopped",
+    "AskTimeout",
+    "DeadlockError",
+    "Finished",
+    "Graph",
+    "NotYet",
+    "Ref",
+    "Restart",
+    "RolecallError",
+    "Strategy",
+    "Unrecoverable",
+    "idempotent",
+]

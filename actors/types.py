@@ -1,0 +1,71 @@
+"""What travels round the ring: prompts out, groups of completions back."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+__all__ = ["Completion", "Group", "Lease", "Prompt"]
+
+
+class Prompt(Struct, frozen=True, kw_only=True):
+    """One problem, handed out once.
+
+    `id` is its place in the run's endless sequence of prompts, so it names the group it becomes, too:
+    two groups with one id are the same work done twice.
+    """
+
+    id: int
+    text: str
+    answer: str
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """Prompts lent to one rollout worker, and the oldest policy version it may sample them with."""
+
+    prompts: list[Prompt]
+    version: int
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """One sampled answer.
+
+    ids:           sampled token ids, end-of-sequence included.
+    logprobs:      log-probability of each under the distribution it was drawn from (after temperature).
+    version:       policy version that sampled it.
+    finish_reason: "stop" (an end-of-sequence token) or "length" (cut off).
+    reward:        what the reward function gave; NaN until it is scored.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish_reason: str
+    text: str
+    reward: float = float("nan")
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """Sibling completions of one prompt: the unit that travels, is dropped, and is trained, whole.
+
+    digest: SHA-256 of the adapter that sampled it, as published with its version.
+    worker: name of the rollout worker, for the logs.
+    """
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    completions: list[Completion]
+    digest: str
+    worker: str
+
+    @property
+    def id(self) -> int:
+        return self.prompt.id
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version that sampled any part of it: staleness is counted from here."""
+        return min(completion.version for completion in self.completions)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [completion.reward for completion in self.completions]

@@ -1,0 +1,32 @@
+"""The actor runtime: supervised processes with mailboxes. It imports no torch and knows nothing of learning."""
+
+from .actor import Actor, idempotent
+from .errors import (
+    ActorDied,
+    ActorStopped,
+    AskTimeout,
+    DeadlockError,
+    Finished,
+    NotYet,
+    RolecallError,
+    Unrecoverable,
+)
+from .graph import Graph, Restart, Strategy
+from .ref import Ref
+
+__all__ = [
+    "Actor",
+    "ActorDied",
+    "ActorStopped",
+    "AskTimeout",
+    "DeadlockError",
+    "Finished",
+    "Graph",
+    "NotYet",
+    "Ref",
+    "Restart",
+    "RolecallError",
+    "Strategy",
+    "Unrecoverable",
+    "idempotent",
+]

@@ -1,0 +1,102 @@
+"""An actor: one role, one process, one mailbox, one message at a time.
+
+class Counter(Actor):
+    def __init__(self, limit: int) -> None:      # stores what it is given, does no work
+        self.limit = limit
+
+    def on_start(self) -> None:                  # loads
+        self.count = 0
+
+    def add(self, n: int) -> int:                # a message: counter.ask(Counter.add, 2)
+        if self.count + n > self.limit:
+            raise NotYet                         # keep it until another message has changed me
+        self.count += n
+        return self.count
+
+    def step(self) -> float | None:              # work of its own, between messages
+        return None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+__all__ = ["Actor", "Context", "idempotent", "is_idempotent"]
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the runtime tells an actor about itself before `on_start`.
+
+    name:        its name in the run; a replica's ends in its number ("rollout-1").
+    incarnation: differs for every start of every actor of a run, and grows.
+    node:        the machine's name in the run; empty for the one the run was started on.
+    run:         the run's id.
+    folder:      the run's folder on this machine.
+    report:      sends values to whoever watches the run (see `Actor.report`).
+    """
+
+    name: str
+    incarnation: int
+    node: str
+    run: str
+    folder: Path
+    report: Callable[[dict[str, Any]], None]
+
+
+class Actor:
+    """Base of every role. Public methods are its messages; they run one at a time, never at once.
+
+    preloads:       modules its process should have imported before it is forked.
+    http:           messages other machines may send, as {"POST /v1/groups": "put"}; they must be idempotent.
+    stop_timeout_s: how long it may take to stop before it is killed.
+    """
+
+    preloads: ClassVar[tuple[str, ...]] = ()
+    http: ClassVar[dict[str, str]] = {}
+    stop_timeout_s: ClassVar[float] = 5.0
+    context: Context
+
+    @property
+    def name(self) -> str:
+        return self.context.name
+
+    @property
+    def state_folder(self) -> Path:
+        """A folder of its own that outlives this process: what is written here, a restart finds again."""
+        folder = self.context.folder / "state" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def report(self, **values: Any) -> None:
+        """Tell the run's observer (the progress line) how things are; JSON values only."""
+        self.context.report(values)
+
+    def on_start(self) -> None:
+        """Load what is heavy. Messages are handled only after it returns."""
+
+    def step(self) -> float | None:
+        """One unit of this actor's own work, called whenever its mailbox is empty.
+
+        Returns how many seconds it can wait before the next call (0: at once), or None if only a message
+        makes new work. Raises Finished when the actor's work is done.
+        """
+        return None
+
+    def on_stop(self) -> None:
+        """Give back what others need. Called on an orderly stop, never after a kill."""
+
+
+def idempotent(handler: Handler) -> Handler:
+    """Mark a message as harmless when it runs twice: if it was running when its actor died, it runs again."""
+    handler.__dict__["idempotent"] = True
+    return handler
+
+
+def is_idempotent(actor: type[Actor], message: str) -> bool:
+    return bool(getattr(getattr(actor, message, None), "idempotent", False))

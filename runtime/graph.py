@@ -1,0 +1,148 @@
+"""A run as data: which roles there are, who is wired to whom, where they run, when it is over.
+
+    graph = Graph("async_grpo")
+    buffer = graph.add("buffer", Buffer, capacity=64)
+    trainer = graph.add("trainer", Trainer, groups=buffer)     # arguments are checked against Trainer's own
+    graph.until(trainer)
+
+A ref exists before it can be handed over, so the wiring has no cycles: the order of `add` is the order of
+start and, reversed, of stop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, ParamSpec, TypeVar, cast
+
+from .actor import Actor
+from .ref import Ref
+
+__all__ = ["Graph", "Restart", "Role", "Strategy"]
+
+A = TypeVar("A", bound=Actor)
+P = ParamSpec("P")
+
+
+class Strategy(Enum):
+    """Who is restarted when one actor dies (Erlang/OTP's words and meanings)."""
+
+    ONE_FOR_ONE = "only it"
+    ONE_FOR_ALL = "everybody"
+    REST_FOR_ONE = "it and all that were added after it"
+
+
+class Restart(Enum):
+    """When an actor is restarted."""
+
+    PERMANENT = "always, also when it has finished"
+    TRANSIENT = "when it died, not when it has finished"
+    TEMPORARY = "never"
+
+
+@dataclass(frozen=True)
+class Role:
+    """One `add`. `wires` are the roles it was given refs to, by argument name."""
+
+    name: str
+    actor: type[Actor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    replicas: int = 1
+    elastic: bool = False
+    restart: Restart = Restart.TRANSIENT
+
+    @property
+    def members(self) -> list[str]:
+        if self.replicas == 1:
+            return [self.name]
+        return [f"{self.name}-{i}" for i in range(self.replicas)]
+
+    @property
+    def wires(self) -> dict[str, str]:
+        return {key: value.name for key, value in self.kwargs.items() if isinstance(value, Ref)}
+
+
+class Graph:
+    """Roles and wires. Building one starts nothing."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        max_restarts: int = 5,
+        within_s: float = 60.0,
+    ) -> None:
+        self.name, self.strategy = name, strategy
+        self.max_restarts, self.within_s = max_restarts, within_s
+        self.ends_with: list[str] = []
+        self._roles: dict[str, Role] = {}
+
+    def __iter__(self) -> Iterator[Role]:
+        """The roles in the order they start."""
+        return iter(self._roles.values())
+
+    def __getitem__(self, name: str) -> Role:
+        return self._roles[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._roles
+
+    def add(self, name: str, role: Callable[P, A], /, *args: P.args, **kwargs: P.kwargs) -> Ref[A]:
+        """Add a role; `args` and `kwargs` are its constructor's. Raises ValueError for a name that can't be."""
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):
+            raise ValueError(f"role name {name!r}: use a short word of a-z, 0-9 and _")
+        if name in self._roles:
+            raise ValueError(f"graph {self.name} has a role {name!r} already: give this one another name")
+        for ref in (*args, *kwargs.values()):
+            if isinstance(ref, Ref) and ref.name not in self._roles:
+                raise ValueError(f"{name} is wired to {ref.name!r}, which is not in graph {self.name}")
+        self._roles[name] = Role(name, cast("type[Actor]", role), args, dict(kwargs))
+        return Ref(name)
+
+    def place(
+        self,
+        ref: Ref[Any],
+        *,
+        replicas: int = 1,
+        elastic: bool = False,
+        restart: Restart = Restart.TRANSIENT,
+    ) -> None:
+        """Say how a role runs.
+
+        replicas: how many processes; elastic: whether machines that join may run more of them; restart: when
+        a dead one is started again.
+        """
+        if replicas < 1:
+            raise ValueError(f"{ref.name} needs at least one replica, not {replicas}")
+        role = self._roles[ref.name]
+        self._roles[ref.name] = replace(role, replicas=replicas, elastic=elastic, restart=restart)
+
+    def until(self, *refs: Ref[Any]) -> None:
+        """The run is over when all of these have finished."""
+        self.ends_with.extend(ref.name for ref in refs)
+
+    def part_for_joining(self, replicas: int) -> tuple[Graph, list[Role]]:
+        """What a machine that joins runs itself, and the roles it reaches over HTTP.
+
+        It runs the elastic roles and whatever those are wired to that has no HTTP messages.
+        """
+        here = [role.name for role in self if role.elastic]
+        remote: dict[str, Role] = {}
+        for name in here:
+            for wired in self._roles[name].wires.values():
+                if self._roles[wired].actor.http:
+                    remote[wired] = self._roles[wired]
+                elif wired not in here:
+                    here.append(wired)
+        part = Graph(
+            self.name, strategy=self.strategy, max_restarts=self.max_restarts, within_s=self.within_s
+        )
+        for role in self:
+            if role.name in here:
+                part._roles[role.name] = replace(role, replicas=replicas) if role.elastic else role
+        part.ends_with = [role.name for role in part if role.elastic]
+        return part, list(remote.values())

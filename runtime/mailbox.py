@@ -1,0 +1,68 @@
+"""The messages an actor has not handled yet, in the order it will handle them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from .wire import Header
+
+__all__ = ["Incoming", "Mailbox"]
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A message that has arrived; `frames` is its body, not yet decoded; `route` leads back to its sender."""
+
+    header: Header
+    frames: list[Any] = field(repr=False)
+    route: Any = None
+
+
+class Mailbox:
+    """First come, first served, but for messages set aside by NotYet.
+
+    Those are tried again, oldest first, each time another message or a step may have changed the actor's
+    state; the others overtake them meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: deque[Incoming] = deque()
+        self._aside: list[Incoming] = []
+        self._retry: deque[Incoming] = deque()
+
+    def __len__(self) -> int:
+        return len(self._arrived) + len(self._aside)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` would give a message."""
+        return bool(self._arrived or self._retry)
+
+    def put(self, message: Incoming) -> None:
+        self._arrived.append(message)
+
+    def next(self) -> Incoming | None:
+        """The message to handle now; None if there is none, or all wait for a change."""
+        while self._retry:
+            message = self._retry.popleft()
+            if message in self._aside:
+                self._aside.remove(message)
+                return message
+        return self._arrived.popleft() if self._arrived else None
+
+    def set_aside(self, message: Incoming) -> None:
+        self._aside.append(message)
+
+    def changed(self) -> None:
+        """The actor's state may have changed: what was set aside deserves another try."""
+        self._retry = deque(self._aside)
+
+    def drain(self) -> list[Incoming]:
+        """Take everything out, for an actor that stops."""
+        messages = [*self._aside, *self._arrived]
+        self._aside.clear()
+        self._arrived.clear()
+        self._retry.clear()
+        return messages

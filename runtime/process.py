@@ -1,0 +1,295 @@
+"""The life of one actor's process: start, handle messages and take steps, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import cloudpickle
+from msgspec import Struct, json, msgpack
+
+from .actor import Actor, Context, is_idempotent
+from .endpoint import Endpoint
+from .errors import ActorDied, ActorStopped, Finished, NotYet, RolecallError, Unrecoverable
+from .mailbox import Incoming, Mailbox
+from .page import Fate, Page
+from .recipe import load_recipe
+from .ref import bind_transport
+from .remote import RemoteActor
+from .wire import Kind, decode_body, encode_body
+
+__all__ = [
+    "Ending",
+    "FromActor",
+    "Life",
+    "LifeSupport",
+    "Ready",
+    "Report",
+    "Spec",
+    "ending_path",
+    "run_actor",
+]
+
+log = logging.getLogger("rolecall")
+
+POISON_DEATHS = 2  # a message that killed its actor this often is not tried again
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """on_start has returned: messages are handled from now on."""
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """The process is there and wants to know who lives where."""
+
+
+class Report(Struct, frozen=True, tag="report"):
+    """Values for whoever watches the run."""
+
+    values: dict[str, Any]
+
+
+class DeadLetter(Struct, frozen=True, tag="dead_letter"):
+    """A message nobody will handle."""
+
+    receiver: str
+    method: str
+    reason: str
+
+
+FromActor = Ready | Hello | Report | DeadLetter
+
+
+class Ending(Struct, frozen=True):
+    """Why a process ended by itself, left in a file for its supervisor.
+
+    kind: finished, stopped, unrecoverable, crashed.
+    """
+
+    kind: str
+    reason: str = ""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything a new process needs to become its actor."""
+
+    name: str
+    incarnation: int
+    sockets: Path
+    folder: Path
+    node: str
+    run: str
+    recipe: str
+    remotes: dict[str, RemoteActor]
+    actor: type[Actor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def write(self) -> Path:
+        """Write it where only this user can read it."""
+        path = self.sockets / f"{self.name}.{self.incarnation}.spec"
+        data = cloudpickle.dumps((self.recipe, cloudpickle.dumps(self)))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        return path
+
+    @staticmethod
+    def read(path: Path) -> Spec:
+        # A recipe given as a file has no importable name here until it is loaded under the same one.
+        recipe, data = cloudpickle.loads(path.read_bytes())
+        load_recipe(recipe)
+        return cloudpickle.loads(data)
+
+
+def ending_path(sockets: Path, name: str, incarnation: int) -> Path:
+    return sockets / f"{name}.{incarnation}.ending"
+
+
+def run_actor(spec_path: Path) -> None:
+    """Be the actor described in `spec_path` until it finishes, is stopped or crashes."""
+    faulthandler.enable()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # httpx logs a line for every request, so a poll would drown everything else.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    spec = Spec.read(spec_path)
+    ending = Ending("stopped")
+    endpoint = Endpoint(spec.name, spec.incarnation, spec.sockets, spec.remotes)
+    bind_transport(endpoint)
+    try:
+        ending = Life(spec, endpoint).live()
+    except Unrecoverable as error:
+        ending = Ending("unrecoverable", str(error), error.exit_code)
+    except BaseException as error:
+        traceback.print_exc()
+        ending = Ending("crashed", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        endpoint.close()
+        path = ending_path(spec.sockets, spec.name, spec.incarnation)
+        path.write_bytes(json.encode(ending))
+
+
+class LifeSupport(Protocol):
+    """What an actor lives on: sockets in a run, an exchange in one process in a LocalRun."""
+
+    mailbox: Mailbox
+    page: Page
+    chain: tuple[str, ...]
+    deadline: float
+    stopping: bool
+    dead_letters: list[tuple[str, str, str]]
+
+    def now(self) -> float: ...
+    def wait(self, timeout_s: float | None) -> None: ...
+    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None: ...
+    def to_supervisor(self, frame: bytes) -> None: ...
+
+
+class Life:
+    """Drives one incarnation of an actor: messages first, its own steps between them."""
+
+    def __init__(self, spec: Spec, endpoint: LifeSupport) -> None:
+        self.endpoint = endpoint
+        self.actor = spec.actor(*spec.args, **spec.kwargs)
+        self.actor.context = Context(
+            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report
+        )
+
+    def live(self) -> Ending:
+        """From on_start to on_stop. Raises what the actor dies of."""
+        self._tell_supervisor(Hello())
+        self.actor.on_start()
+        self._tell_supervisor(Ready())
+        with contextlib.suppress(Finished):
+            self._work()
+        finished = not self.endpoint.stopping
+        self.endpoint.stopping = False  # on_stop may still ask those that stop later
+        self.actor.on_stop()
+        self._refuse_the_rest()
+        return Ending("finished" if finished else "stopped")
+
+    def _work(self) -> None:
+        try:
+            self._loop()
+        except ActorStopped:
+            if not self.endpoint.stopping:
+                raise  # somebody else stopped, whom this actor can't do without
+
+    def _loop(self) -> None:
+        mailbox, endpoint = self.endpoint.mailbox, self.endpoint
+        step_at: float | None = 0.0
+        while not endpoint.stopping:
+            message = mailbox.next()
+            if message is not None:
+                if self._handle(message):
+                    mailbox.changed()
+                    step_at = 0.0
+            elif step_at is not None and step_at <= self.endpoint.now():
+                wait_s = self.actor.step()
+                step_at = None if wait_s is None else self.endpoint.now() + wait_s
+                mailbox.changed()
+                endpoint.wait(0.0)
+            else:
+                endpoint.wait(None if step_at is None else step_at - self.endpoint.now())
+            self._bury()
+
+    def _handle(self, message: Incoming) -> bool:
+        """Whether the handler ran, so that the actor's state may have changed."""
+        header, page = message.header, self.endpoint.page
+        refusal = self._refusal(message)
+        if refusal is not None:
+            page.done(header.sender, header.seq)
+            self._refuse(message, refusal)
+            return False
+        if header.deadline and header.deadline < self.endpoint.now():
+            page.done(header.sender, header.seq)  # its asker has gone on with AskTimeout
+            return False
+        page.begin(header.sender, header.seq, int(self.endpoint.now() * 1e9))
+        try:
+            answer = self._call(message)
+        except NotYet:
+            page.set_aside(header.sender, header.seq)
+            self.endpoint.mailbox.set_aside(message)
+            return False
+        page.done(header.sender, header.seq)
+        self._answer(message, *answer)
+        return True
+
+    def _refusal(self, message: Incoming) -> str | None:
+        """Why this message must not run (again); None if it may."""
+        header, page = message.header, self.endpoint.page
+        fate = page.fate(header.sender, header.seq)
+        if fate is Fate.NEW:
+            return None
+        if fate is Fate.RUNNING and page.deaths(header.sender, header.seq) >= POISON_DEATHS:
+            return f"{header.method} killed {self.actor.name} {POISON_DEATHS} times"
+        if is_idempotent(type(self.actor), header.method):
+            return None
+        return f"{self.actor.name} died while it handled {header.method}, or before its answer was sent"
+
+    def _refuse(self, message: Incoming, reason: str) -> None:
+        header = message.header
+        if header.kind is Kind.ASK:
+            error = ActorDied(self.actor.name, reason, maybe_executed=True)
+            self.endpoint.answer(message, Kind.ERROR, error)
+        else:
+            self._tell_supervisor(DeadLetter(self.actor.name, header.method, reason))
+            self.endpoint.answer(message, Kind.DONE)
+
+    def _call(self, message: Incoming) -> tuple[Kind, Any]:
+        header, endpoint = message.header, self.endpoint
+        endpoint.chain = header.chain
+        endpoint.deadline = header.deadline or float("inf")
+        try:
+            method, args, kwargs = decode_body(message.frames)
+            answer = getattr(self.actor, method)(*args, **kwargs)
+        except (NotYet, Finished):
+            raise
+        except Exception as error:
+            if header.kind is Kind.TELL or endpoint.stopping:
+                raise  # nobody waits to hear of it: this actor dies of it, or is stopping anyway
+            error.add_note(f"(in {self.actor.name}.{header.method})\n{traceback.format_exc()}")
+            return Kind.ERROR, error
+        else:
+            return (Kind.DONE, None) if header.kind is Kind.TELL else (Kind.ANSWER, answer)
+        finally:
+            endpoint.chain, endpoint.deadline = (), float("inf")
+
+    def _answer(self, message: Incoming, kind: Kind, value: Any) -> None:
+        try:
+            if kind is Kind.ERROR:
+                decode_body(encode_body(value))  # some exceptions pickle but do not unpickle
+            self.endpoint.answer(message, kind, value)
+        except Exception as error:  # noqa: BLE001  whatever a value's own pickling raises goes to the asker
+            what = "exception" if kind is Kind.ERROR else "answer"
+            text = f"{self.actor.name}.{message.header.method}: its {what} {value!r} can't be sent: {error}"
+            self.endpoint.answer(message, Kind.ERROR, RolecallError(text))
+
+    def _refuse_the_rest(self) -> None:
+        self.endpoint.wait(0.0)
+        for message in self.endpoint.mailbox.drain():
+            if message.header.kind is Kind.ASK:
+                error = ActorStopped(f"{self.actor.name} has stopped")
+                self.endpoint.answer(message, Kind.ERROR, error)
+            else:
+                self._tell_supervisor(DeadLetter(self.actor.name, message.header.method, "stopped"))
+
+    def _bury(self) -> None:
+        while self.endpoint.dead_letters:
+            self._tell_supervisor(DeadLetter(*self.endpoint.dead_letters.pop()))
+
+    def _report(self, values: dict[str, Any]) -> None:
+        self._tell_supervisor(Report(values))
+
+    def _tell_supervisor(self, message: FromActor) -> None:
+        self.endpoint.to_supervisor(msgpack.encode(message))

@@ -1,0 +1,96 @@
+"""Loading a recipe: a module with a `Config` dataclass and `build(config) -> Graph`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import msgspec
+
+from .errors import Unrecoverable
+
+__all__ = ["configure", "load_recipe", "recipe_names"]
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    package = importlib.import_module("rolecall.recipes")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def load_recipe(name: str) -> ModuleType:
+    """The module of a recipe, by the name of one that comes with the package or by the path of a file.
+
+    A file gets a module name made from its path, so every process that loads it has the same classes.
+    Raises Unrecoverable (exit code 2) if there is none, or it has no Config or build.
+    """
+    if name.endswith(".py"):
+        module = _load_file(Path(name).resolve())
+    elif name in recipe_names():
+        module = importlib.import_module(f"rolecall.recipes.{name}")
+    else:
+        close = difflib.get_close_matches(name, recipe_names(), n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise Unrecoverable(
+            f"there is no recipe {name!r}; {hint}There are: {', '.join(recipe_names())}, or give the path of a "
+            ".py file",
+            exit_code=2,
+        )
+    for part in ("Config", "build"):
+        if not hasattr(module, part):
+            raise Unrecoverable(f"recipe {name} has no `{part}`: it needs a Config and a build", exit_code=2)
+    return module
+
+
+def _load_file(path: Path) -> ModuleType:
+    name = f"rolecall_recipe_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise Unrecoverable(f"there is no recipe file {path}: check the path", exit_code=2)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def configure(recipe: ModuleType, name: str, settings: list[str]) -> Any:
+    """The recipe's Config with `field=value` settings, each converted to its field's type.
+
+    Raises Unrecoverable (exit code 2) that names the setting and what would be right.
+    """
+    hints = get_type_hints(recipe.Config)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(recipe.Config)}
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise Unrecoverable(f"--set {setting}: write it as field=value", exit_code=2)
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise Unrecoverable(
+                f"{name} has no setting {key!r}{hint} It has: {', '.join(sorted(fields))}", exit_code=2
+            )
+        values[key] = _convert(name, key, text, fields[key])
+    try:
+        return recipe.Config(**values)
+    except ValueError as error:
+        raise Unrecoverable(f"{name}: {error}", exit_code=2) from error
+
+
+def _convert(recipe: str, key: str, text: str, kind: Any) -> Any:
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as error:
+        kind_name = getattr(kind, "__name__", str(kind))
+        raise Unrecoverable(f"{recipe}: {key}={text!r} is not a {kind_name}: {error}", exit_code=2) from error

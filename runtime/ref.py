@@ -1,0 +1,97 @@
+"""Addresses of actors, typed by what they accept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from .errors import RolecallError
+
+__all__ = ["Ref", "Transport", "bind_transport"]
+
+A = TypeVar("A", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class Transport(Protocol):
+    """What carries messages: sockets in a run, direct calls in a LocalRun."""
+
+    def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]: ...
+    def tell(self, name: str, call: Call) -> None: ...
+    def replicas(self, name: str) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A message: which handler, with what."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ref(Generic[A]):
+    """The address of an actor, or of all replicas of a role.
+
+    It exists before its actor does and survives the actor's restarts. `ask` waits for the answer, `tell`
+    does not; both take the message as the handler itself, so a wrong one is a type error:
+
+        count = counter.ask(Counter.add, 2)
+    """
+
+    name: str
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def ask(self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Send and wait for the answer.
+
+        Raises what the handler raised; ActorDied if the actor died over it; AskTimeout after the deadline
+        (this ref's, or the asker's own if that is nearer); ActorStopped if either side is stopping;
+        DeadlockError if the one asked is waiting for this answer.
+        """
+        return _transport().ask([self._one()], Call(message.__name__, args, kwargs), self.timeout_s)[0]
+
+    def ask_each(
+        self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Send the same to every replica at once, and wait for all answers, in the replicas' order."""
+        names = _transport().replicas(self.name)
+        return _transport().ask(names, Call(message.__name__, args, kwargs), self.timeout_s)
+
+    def tell(self, message: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send and go on. If the handler raises, its actor dies of it and is restarted."""
+        _transport().tell(self._one(), Call(message.__name__, args, kwargs))
+
+    def within(self, timeout_s: float) -> Ref[A]:
+        """The same address with another deadline, in seconds."""
+        return replace(self, timeout_s=timeout_s)
+
+    def _one(self) -> str:
+        names = _transport().replicas(self.name)
+        if len(names) != 1:
+            raise RolecallError(
+                f"{self.name} has {len(names)} replicas: use ask_each, or a ref to one of {', '.join(names)}"
+            )
+        return names[0]
+
+
+_current: Transport | None = None
+
+
+def bind_transport(transport: Transport | None) -> None:
+    """Make `transport` the one this process's refs use: an actor process has exactly one."""
+    global _current
+    _current = transport
+
+
+def _transport() -> Transport:
+    if _current is None:
+        raise RolecallError(
+            "a Ref works only inside a running actor: wire it in build(), use it in a handler"
+        )
+    return _current

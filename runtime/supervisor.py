@@ -1,0 +1,475 @@
+"""Who starts, watches, restarts and stops the actors of a run: OTP's supervisor over plain processes.
+
+The supervisor is control plane only. It spawns, notices deaths (pidfd), decides by strategy and intensity, and
+tells everybody who lives where; messages between actors never pass through it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+from msgspec import Struct, json, msgpack
+
+from .endpoint import Member, Membership, Stop, page_path, quiet_socket
+from .forkserver import become_subreaper
+from .forkserver import start as start_forkserver
+from .graph import Graph, Restart, Role, Strategy
+from .page import Page
+from .process import DeadLetter, Ending, Hello, Ready, Report, Spec, ending_path
+from .remote import RemoteActor
+
+__all__ = ["ActorStatus", "Observer", "Outcome", "Supervisor"]
+
+OUTPUT_TAIL_LINES = 50
+MAX_BACKOFF_S = 30.0
+
+
+class ActorStatus(Struct, frozen=True):
+    """A line of `rolecall ps`. handling_s: how long its current message has been running."""
+
+    name: str
+    pid: int
+    state: str
+    restarts: int
+    handling_s: float | None
+
+
+class ListActors(Struct, frozen=True, tag="ps"):
+    """`rolecall ps` asks for the actors."""
+
+
+class StopRun(Struct, frozen=True, tag="stop_run"):
+    """`rolecall stop` asks for an orderly end."""
+
+
+_from_actor = msgpack.Decoder(Ready | Hello | Report | DeadLetter | ListActors | StopRun)
+
+
+class Observer(Protocol):
+    """Who watches a run: the command line, or a test."""
+
+    def on_report(self, name: str, values: dict[str, Any]) -> None: ...
+    def on_state(self, name: str, state: str) -> None: ...
+    def on_death(self, name: str, reason: str, restart_in_s: float | None) -> None: ...
+    def on_dead_letter(self, receiver: str, method: str, reason: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. exit_code: 0 finished, 1 failed, 2 a mistake of the user's, 130 stopped by request."""
+
+    exit_code: int
+    story: str
+    restarts: int
+
+
+@dataclass(eq=False)
+class Child:
+    """One actor over all its incarnations.
+
+    state: waiting (to be started, not before `not_before`), spawning, starting, up, stopping (killed at
+    `kill_at`), done (finished or stopped), gone (died and stays dead).
+    """
+
+    role: Role
+    position: int
+    name: str
+    state: str = "waiting"
+    not_before: float = 0.0
+    kill_at: float = 0.0
+    incarnation: int = 0
+    pid: int = 0
+    pidfd: int = -1
+    restarts: int = 0
+    doomed: bool = False  # another's death takes it down; it is started again afterwards
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        return self.pidfd >= 0
+
+
+@dataclass
+class Supervisor:
+    """Runs a graph: `outcome = Supervisor(graph, ...).run()`.
+
+    run, folder: the run's id and its folder. recipe: what `load_recipe` takes, so that children can.
+    node: this machine's name in the run. remotes: actors on another machine, by name.
+    clock, rng: for back-off and restart intensity.
+    """
+
+    graph: Graph
+    run_id: str
+    folder: Path
+    recipe: str
+    observer: Observer
+    node: str = ""
+    remotes: dict[str, RemoteActor] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    rng: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self.sockets = Path(
+            tempfile.mkdtemp(prefix="rolecall-")
+        )  # mode 0700; short, for ipc paths end at 107
+        self.children = [
+            Child(role, position, name) for position, role in enumerate(self.graph) for name in role.members
+        ]
+        self._by_name = {child.name: child for child in self.children}
+        self._incarnation = 0
+        self._deaths: deque[float] = deque()
+        self._sessions: list[int] = []  # of dead actors: what is left of them must be reaped
+        self._ending: Outcome | None = None
+        self._stop_signals = 0
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    # --- the run -----------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Start everybody, keep them alive until the run is over, stop everybody."""
+        become_subreaper()
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        self._zmq = zmq.Context()
+        self._router = quiet_socket(self._zmq, zmq.ROUTER)
+        self._router.bind(f"ipc://{self.sockets}/supervisor")
+        self._start_forkserver()
+        try:
+            while self._ending is None or any(child.alive for child in self.children):
+                self._advance()
+                self._listen(self._patience_s())
+                self._check_end()
+        finally:
+            self._close()
+        assert self._ending is not None
+        return self._ending
+
+    def stop(self) -> None:
+        """Ask for an orderly end; twice: kill everybody now. Safe to call from a signal handler."""
+        self._stop_signals += 1
+        os.eventfd_write(self._wake, 1)
+
+    def _check_end(self) -> None:
+        if self._stop_signals:
+            self._end(Outcome(130, "stopped by request", self.restarts))
+            if self._stop_signals > 1:
+                for child in self.children:
+                    self._kill(child)
+        ends = [self._by_name[name] for role in self.graph.ends_with for name in self.graph[role].members]
+        if ends and all(child.state == "done" for child in ends):
+            self._end(Outcome(0, "finished", self.restarts))
+
+    def _end(self, outcome: Outcome) -> None:
+        if self._ending is None:
+            self._ending = outcome
+
+    @property
+    def restarts(self) -> int:
+        return sum(child.restarts for child in self.children)
+
+    def _close(self) -> None:
+        for child in self.children:
+            self._kill(child)
+            if child.alive:
+                self._reap(child)
+        self._forkserver.kill()
+        self._forkserver.wait()
+        self._forks.close()
+        self._reap_sessions()
+        self._router.close()
+        self._zmq.term()
+        os.close(self._wake)
+        shutil.rmtree(self.sockets)
+
+    # --- starting and stopping, in order -----------------------------------------------------------------
+
+    def _advance(self) -> None:
+        doomed = [child for child in self.children if child.alive and (self._ending or child.doomed)]
+        if doomed:
+            last = max(child.position for child in doomed)
+            for child in doomed:
+                if child.position == last:
+                    self._stop_child(child)
+            return
+        if self._ending:
+            return
+        now = self.clock()
+        for child in self.children:
+            if child.state == "waiting" and child.not_before <= now and not self._blocked(child):
+                self._spawn(child)
+
+    def _blocked(self, child: Child) -> bool:
+        return any(
+            other.position < child.position and other.state in ("waiting", "spawning", "starting")
+            for other in self.children
+        )
+
+    def _spawn(self, child: Child) -> None:
+        self._incarnation += 1
+        child.incarnation, child.state = self._incarnation, "spawning"
+        role = child.role
+        spec = Spec(
+            child.name, child.incarnation, self.sockets, self.folder, self.node, self.run_id, self.recipe,
+            self.remotes, role.actor, role.args, role.kwargs,
+        )  # fmt: skip
+        request = {
+            "name": child.name,
+            "spec": str(spec.write()),
+            "log": str(self.folder / "logs" / f"{child.name}.log"),
+            "preloads": role.actor.preloads,
+        }
+        self._ask_forkserver(request)
+
+    def _ask_forkserver(self, request: dict[str, Any]) -> None:
+        try:
+            self._forks.send(json.encode(request))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # it has just died: `_hear_forkserver` starts another and asks again
+
+    def _stop_child(self, child: Child) -> None:
+        now = self.clock()
+        if child.state == "up":
+            child.state, child.kill_at = "stopping", now + child.role.actor.stop_timeout_s
+            self._send(child, Stop())
+        elif child.state != "stopping" or now >= child.kill_at:
+            self._kill(child)  # one that is still starting has nothing to give back
+
+    def _kill(self, child: Child) -> None:
+        if child.alive:
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+
+    def _patience_s(self) -> float:
+        now = self.clock()
+        times = [child.not_before for child in self.children if child.state == "waiting"]
+        times += [child.kill_at for child in self.children if child.state == "stopping"]
+        return max(0.0, min([1.0, *(at - now for at in times if at > now)]))
+
+    # --- hearing -----------------------------------------------------------------------------------------
+
+    def _listen(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        for source in (self._router, self._forks.fileno(), self._wake):
+            poller.register(source, zmq.POLLIN)
+        for child in self.children:
+            if child.alive:
+                poller.register(child.pidfd, zmq.POLLIN)
+        ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if self._forks.fileno() in ready:
+            self._hear_forkserver()
+        while self._router.poll(0):
+            identity, frame = self._router.recv_multipart()
+            self._hear(identity, _from_actor.decode(frame))
+        for child in self.children:
+            if child.alive and child.pidfd in ready:
+                self._reap(child)
+        self._reap_sessions()
+
+    def _hear(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, ListActors):
+            self._router.send_multipart([identity, json.encode(self.status())])
+        elif isinstance(message, StopRun):
+            self.stop()
+        else:
+            name, _, incarnation = identity.decode().rpartition(".")
+            child = self._by_name[name]
+            if child.incarnation == int(incarnation):
+                self._hear_actor(child, message)
+
+    def _hear_actor(self, child: Child, message: Ready | Hello | Report | DeadLetter) -> None:
+        match message:
+            case Hello():
+                self._send(child, self._membership())
+            case Ready():
+                self._set_state(child, "up")
+            case Report(values=values):
+                self.observer.on_report(child.name, values)
+            case DeadLetter(receiver=receiver, method=method, reason=reason):
+                with (self.folder / "dead_letters.jsonl").open("ab") as file:
+                    file.write(json.encode({"to": receiver, "message": method, "reason": reason}) + b"\n")
+                self.observer.on_dead_letter(receiver, method, reason)
+
+    def _start_forkserver(self) -> None:
+        self._forkserver, self._forks = start_forkserver(self.folder / "logs" / "forkserver.log")
+
+    def _hear_forkserver(self) -> None:
+        try:
+            data = self._forks.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            # It died. Whoever it had not forked yet is asked for again.
+            self._forks.close()
+            status = self._forkserver.wait()
+            self._note_death("forkserver", _describe(-status if status < 0 else status << 8))
+            self._start_forkserver()
+            for child in self.children:
+                if child.state == "spawning":
+                    child.state = "waiting"
+            return
+        reply = json.decode(data)
+        child = self._by_name[reply["name"]]
+        child.pid, child.pidfd = reply["pid"], os.pidfd_open(reply["pid"])
+        child.state = "starting"
+
+    # --- deaths ------------------------------------------------------------------------------------------
+
+    def _reap(self, child: Child) -> None:
+        _, status = os.waitpid(child.pid, 0)
+        os.close(child.pidfd)
+        child.pidfd = -1
+        self._kill_session(child.pid)
+        self._ask_forkserver({"forget": child.pid})
+        path = ending_path(self.sockets, child.name, child.incarnation)
+        ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else None
+        (self.sockets / f"{child.name}.{child.incarnation}.spec").unlink(missing_ok=True)
+        child.reason = ending.reason if ending and ending.reason else _describe(status)
+        if ending and ending.kind == "unrecoverable":
+            self._set_state(child, "gone")
+            self._end(Outcome(ending.exit_code, ending.reason, self.restarts))
+        elif child.doomed and not self._ending:
+            child.doomed = False
+            self._wait_to_start(child, 0.0)
+        elif self._ending or child.state == "stopping" or self._is_done(child, ending):
+            child.reason = ""
+            self._set_state(child, "done")
+        else:
+            self._restart(child)
+
+    def _is_done(self, child: Child, ending: Ending | None) -> bool:
+        finished = ending is not None and ending.kind == "finished"
+        return finished and child.role.restart is not Restart.PERMANENT
+
+    def _restart(self, child: Child) -> None:
+        if child.role.restart is Restart.TEMPORARY:
+            self._set_state(child, "gone")
+            self.observer.on_death(child.name, child.reason, None)
+            return
+        delay_s = self._note_death(child.name, child.reason)
+        if delay_s is None:
+            self._set_state(child, "gone")
+            return
+        child.restarts += 1
+        self._wait_to_start(child, delay_s)
+        for other in self._taken_down_by(child):
+            other.doomed = other.alive
+
+    def _taken_down_by(self, child: Child) -> Sequence[Child]:
+        match self.graph.strategy:
+            case Strategy.ONE_FOR_ONE:
+                return []
+            case Strategy.ONE_FOR_ALL:
+                return [other for other in self.children if other is not child and other.state != "done"]
+            case Strategy.REST_FOR_ONE:
+                return [other for other in self.children if other.position > child.position]
+
+    def _note_death(self, name: str, reason: str) -> float | None:
+        """Count a death; the seconds to wait before the restart, or None: too many, the run ends."""
+        now = self.clock()
+        self._deaths.append(now)
+        while self._deaths[0] <= now - self.graph.within_s:
+            self._deaths.popleft()
+        count = len(self._deaths)
+        if count > self.graph.max_restarts:
+            self.observer.on_death(name, reason, None)
+            story = (
+                f"{name} died: {reason}. That was death {count} within {self.graph.within_s:g} s and "
+                f"{self.graph.max_restarts} restarts are allowed, so the run ends.{self._tail(name)}"
+            )
+            self._end(Outcome(1, story, self.restarts))
+            return None
+        delay_s = 0.0 if count == 1 else self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0**count))
+        self.observer.on_death(name, reason, delay_s)
+        return delay_s
+
+    def _tail(self, name: str) -> str:
+        path = self.folder / "logs" / f"{name}.log"
+        lines = path.read_text(errors="replace").splitlines()[-OUTPUT_TAIL_LINES:] if path.exists() else []
+        return "".join(f"\n    {line}" for line in [f" The end of {path}:", *lines]) if lines else ""
+
+    def _wait_to_start(self, child: Child, delay_s: float) -> None:
+        child.not_before = self.clock() + delay_s
+        self._set_state(child, "waiting")
+
+    def _kill_session(self, pid: int) -> None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # it left no children behind
+        self._sessions.append(pid)
+
+    def _reap_sessions(self) -> None:
+        """Orphans of dead actors became our children: do not leave them as zombies."""
+        for session in list(self._sessions):
+            try:
+                os.waitpid(-session, os.WNOHANG)
+            except ChildProcessError:
+                self._sessions.remove(session)
+
+    # --- telling -----------------------------------------------------------------------------------------
+
+    def _set_state(self, child: Child, state: str) -> None:
+        child.state = state
+        self.observer.on_state(child.name, state)
+        membership = self._membership()
+        for other in self.children:
+            if other.state in ("starting", "up", "stopping"):
+                self._send(other, membership)
+
+    def _membership(self) -> Membership:
+        states = {"up": "up", "stopping": "up", "done": "gone", "gone": "gone"}
+        return Membership(
+            [
+                Member(
+                    child.name,
+                    child.role.name,
+                    child.incarnation,
+                    states.get(child.state, "down"),
+                    child.reason,
+                )
+                for child in self.children
+            ]
+        )
+
+    def _send(self, child: Child, message: Membership | Stop) -> None:
+        try:
+            self._router.send_multipart(
+                [f"{child.name}.{child.incarnation}".encode(), msgpack.encode(message)]
+            )
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            # It has not said hello yet, and hears everything when it does; or it has just died.
+
+    def status(self) -> list[ActorStatus]:
+        """Every actor, for `rolecall ps`."""
+        now = time.monotonic_ns()
+        return [
+            ActorStatus(
+                child.name,
+                child.pid if child.alive else 0,
+                child.state,
+                child.restarts,
+                Page(page_path(self.sockets, child.name)).running_for_s(now) if child.alive else None,
+            )
+            for child in self.children
+        ]
+
+
+def _describe(status: int) -> str:
+    """A wait status in words."""
+    if os.WIFSIGNALED(status):
+        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"exited with code {os.waitstatus_to_exitcode(status)}"

@@ -1,0 +1,247 @@
+"""LocalRun: a whole graph in one process, in a fixed order, one thing at a time.
+
+    run = LocalRun(build(Config(steps=3)), folder=tmp_path)
+    run.run()
+    assert run.reports["trainer"][-1]["step"] == 3
+
+The same actors, mailboxes, NotYet, deadlines and steps as in a run of processes, but every choice of who
+goes next is fixed and time is virtual: it moves only when nobody can go on, and then to the next timer. So a
+run repeats bit for bit, and a deadline that passes means that everybody waits: a deadlock, named as such.
+
+Each actor has a thread only so that it can wait in the middle of a handler; exactly one runs at any moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import msgpack
+
+from .actor import Actor
+from .endpoint import page_path
+from .errors import ActorStopped, DeadlockError
+from .graph import Graph, Role
+from .mailbox import Incoming, Mailbox
+from .page import Page
+from .process import DeadLetter, FromActor, Life, Ready, Report, Spec
+from .ref import Call, bind_transport
+from .wire import Header, Kind, decode_body, encode_body
+
+__all__ = ["LocalRun"]
+
+_from_actor = msgpack.Decoder(FromActor)
+
+
+class LocalRun:
+    """Runs `graph` in this process. `folder` is its run folder.
+
+    reports:      what each actor reported, in order, by name.
+    dead_letters: (receiver, method, reason).
+    turns:        who ran, in order: two runs of one graph have the same.
+    now:          virtual seconds since the start.
+    """
+
+    def __init__(self, graph: Graph, *, folder: Path, run: str = "local") -> None:
+        self.graph, self.folder, self.run_id = graph, folder, run
+        self.reports: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.dead_letters: list[tuple[str, str, str]] = []
+        self.turns: list[str] = []
+        self.now = 0.0
+        self._pages = folder / "pages"
+        self._pages.mkdir(parents=True, exist_ok=True)
+        self._actors: dict[str, _LocalActor] = {}
+        for role in graph:
+            for name in role.members:
+                self._actors[name] = _LocalActor(self, role, name, len(self._actors) + 1)
+        self._back = threading.Semaphore(0)
+        self._current: _LocalActor | None = None
+
+    def actor(self, name: str) -> Actor:
+        """The actor itself, to look at from a test."""
+        return self._actors[name].life.actor
+
+    def run(self) -> None:
+        """Until the roles of `graph.until` have finished. Raises what an actor dies of, or DeadlockError."""
+        bind_transport(self)
+        try:
+            for actor in self._actors.values():
+                actor.start()
+                while not (actor.ready or actor.done):
+                    self._turn()
+            ends = [self._actors[name] for role in self.graph.ends_with for name in self.graph[role].members]
+            while not all(actor.done for actor in ends):
+                self._turn()
+        finally:
+            self._stop()
+            bind_transport(None)
+
+    def _stop(self) -> None:
+        for actor in reversed(self._actors.values()):
+            actor.stopping = True
+            while actor.started and not actor.done:
+                self._resume(actor)
+
+    def _turn(self) -> None:
+        """Let everybody who can go on do so once, in the order of the graph."""
+        went = False
+        for actor in self._actors.values():
+            if actor.started and not actor.done and actor.can_go():
+                self._resume(actor)
+                went = True
+        if not went:
+            self._let_time_pass()
+
+    def _let_time_pass(self) -> None:
+        waiting = [actor for actor in self._actors.values() if actor.started and not actor.done]
+        until = min((actor.until for actor in waiting), default=float("inf"))
+        if until == float("inf") or any(actor.asking and actor.until == until for actor in waiting):
+            raise DeadlockError(
+                "nobody can go on: "
+                + "; ".join(f"{actor.name} waits for {actor.asking}" for actor in waiting if actor.asking)
+            )
+        self.now = until
+
+    def _resume(self, actor: _LocalActor) -> None:
+        self.turns.append(actor.name)
+        self._current = actor
+        actor.go.release()
+        self._back.acquire()
+        if actor.error is not None:
+            error, actor.error = actor.error, None
+            raise error
+
+    # --- the Transport of whoever runs now ---------------------------------------------------------------
+
+    def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
+        assert self._current is not None
+        return self._current.ask(names, call, timeout_s)
+
+    def tell(self, name: str, call: Call) -> None:
+        assert self._current is not None
+        self._current.post(name, call, None)
+
+    def replicas(self, name: str) -> Sequence[str]:
+        return self.graph[name].members if name in self.graph else [name]
+
+    def pass_the_baton(self, actor: _LocalActor) -> None:
+        self._back.release()
+        actor.go.acquire()
+
+
+class _Answer:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.kind: Kind | None = None
+        self.frames: list[Any] = []
+
+
+class _LocalActor:
+    """One actor's thread, and the LifeSupport it lives on."""
+
+    def __init__(self, run: LocalRun, role: Role, name: str, incarnation: int) -> None:
+        self.run, self.role, self.name, self.incarnation = run, role, name, incarnation
+        self.mailbox = Mailbox()
+        self.page = Page(page_path(run._pages, name))
+        self.chain: tuple[str, ...] = ()
+        self.deadline = float("inf")
+        self.stopping = False
+        self.dead_letters: list[tuple[str, str, str]] = []
+        self.started = self.ready = self.done = False
+        self.error: BaseException | None = None
+        self.asking = ""  # "buffer.take" while it waits for that answer
+        self.until = float("inf")  # virtual time at which it goes on in any case
+        self.go = threading.Semaphore(0)
+        self._may_go: Callable[[], bool] = lambda: True
+        self._seq = 0
+        self._thread = threading.Thread(target=self._body, name=name, daemon=True)
+        self.life = Life(
+            Spec(
+                name, incarnation, run._pages, run.folder, "", run.run_id, "", {}, role.actor, role.args,
+                role.kwargs,
+            ),
+            self,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        self.started = True
+        self._thread.start()
+
+    def can_go(self) -> bool:
+        return self._may_go() or self.until <= self.run.now
+
+    def _body(self) -> None:
+        self.go.acquire()
+        try:
+            self.life.live()
+        except BaseException as error:  # noqa: BLE001  handed to LocalRun.run, which raises it
+            self.error = error
+        self.done = True
+        self.run._back.release()
+
+    def _pause(self, may_go: Callable[[], bool], until: float) -> None:
+        self._may_go, self.until = may_go, until
+        self.run.pass_the_baton(self)
+        self._may_go, self.until = (lambda: True), float("inf")
+
+    # --- sending -----------------------------------------------------------------------------------------
+
+    def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
+        deadline = min(self.run.now + timeout_s, self.deadline)
+        answers = [self.post(name, call, deadline) for name in names]
+        for answer in answers:
+            while answer.kind is None:
+                if self.stopping:
+                    raise ActorStopped(f"{self.name} is being stopped")
+                self.asking = f"{answer.name}.{call.method}"
+                self._pause(lambda answer=answer: answer.kind is not None, deadline)
+                self.asking = ""
+        return [self._open(answer) for answer in answers]
+
+    def _open(self, answer: _Answer) -> Any:
+        value = decode_body(answer.frames)
+        if answer.kind is Kind.ERROR:
+            raise value
+        return value
+
+    def post(self, name: str, call: Call, deadline: float | None) -> _Answer:
+        chain = (*self.chain, self.name)
+        if deadline is not None and name in chain:
+            raise DeadlockError(f"{' → '.join((*chain[chain.index(name) :], name))}")
+        self._seq += 1
+        kind = Kind.TELL if deadline is None else Kind.ASK
+        header = Header(kind, self._seq, self.incarnation, deadline or 0.0, chain, call.method)
+        answer = _Answer(name)
+        receiver = self.run._actors[name]
+        message = Incoming(header, encode_body((call.method, call.args, call.kwargs)), answer)
+        if receiver.done:
+            answer.kind, answer.frames = Kind.ERROR, encode_body(ActorStopped(f"{name} has stopped"))
+        else:
+            receiver.mailbox.put(message)
+        return answer
+
+    # --- LifeSupport -------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self.run.now
+
+    def wait(self, timeout_s: float | None) -> None:
+        until = float("inf") if timeout_s is None else self.run.now + timeout_s
+        self._pause(lambda: self.mailbox.ready or self.stopping, until)
+
+    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None:
+        message.route.kind, message.route.frames = kind, encode_body(value)
+
+    def to_supervisor(self, frame: bytes) -> None:
+        match _from_actor.decode(frame):
+            case Ready():
+                self.ready = True
+            case Report(values=values):
+                self.run.reports[self.name].append(values)
+            case DeadLetter(receiver=receiver, method=method, reason=reason):
+                self.run.dead_letters.append((receiver, method, reason))
+            case _:
+                pass

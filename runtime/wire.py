@@ -1,0 +1,71 @@
+"""How a message looks between two processes of one machine.
+
+    frame 0   header: kind, seq, sender's incarnation, deadline, call chain   never pickled
+    frame 1   body: pickle protocol 5 of (method, args, kwargs), or of the answer
+    frame 2…  the body's large buffers, out of band
+
+Routing, accounting and dead letters read the header alone, so they need no user code. Pickles cross only
+sockets inside a directory that this user made with mode 0700; nothing from another machine comes this way.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from enum import IntEnum
+from io import BytesIO
+from typing import Any
+
+import cloudpickle
+from msgspec import Struct, msgpack
+
+__all__ = ["Header", "Kind", "decode_body", "decode_header", "encode_body", "encode_header"]
+
+
+class Kind(IntEnum):
+    ASK = 0
+    TELL = 1
+    ANSWER = 2
+    ERROR = 3
+    DONE = 4  # a tell was handled: its sender may forget it
+
+
+class Header(Struct, frozen=True, array_like=True):
+    """What is known of a message without opening it.
+
+    seq:      grows with every message of one sender, so (sender, seq) names a message for ever.
+    sender:   the sender's incarnation.
+    deadline: CLOCK_MONOTONIC seconds after which nobody waits for the answer.
+    chain:    names of the actors that wait for this answer, the first asker first.
+    """
+
+    kind: Kind
+    seq: int
+    sender: int
+    deadline: float
+    chain: tuple[str, ...]
+    method: str
+
+
+_header_encoder = msgpack.Encoder()
+_header_decoder = msgpack.Decoder(Header)
+
+
+def encode_header(header: Header) -> bytes:
+    return _header_encoder.encode(header)
+
+
+def decode_header(frame: bytes) -> Header:
+    return _header_decoder.decode(frame)
+
+
+def encode_body(value: Any) -> list[Any]:
+    """[pickle, *buffers]. The buffers alias the value's memory: whoever sends must not change it afterwards."""
+    buffers: list[pickle.PickleBuffer] = []
+    file = BytesIO()
+    cloudpickle.Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return [file.getvalue(), *(buffer.raw() for buffer in buffers)]
+
+
+def decode_body(frames: Sequence[Any]) -> Any:
+    return pickle.loads(frames[0], buffers=frames[1:])
