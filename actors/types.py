@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["Completion", "Group", "Lease", "Prompt"]
+__all__ = ["Batch", "Completion", "Group", "Lease", "Prompt"]
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
@@ -20,10 +20,15 @@ class Prompt(Struct, frozen=True, kw_only=True):
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """Prompts lent to one rollout worker, and the oldest policy version it may sample them with."""
+    """Prompts lent to one rollout worker.
+
+    version:  the newest policy version; the prompts must be sampled with it or a newer one.
+    finished: the run is over: nothing will be lent any more.
+    """
 
     prompts: list[Prompt]
     version: int
+    finished: bool
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -69,3 +74,15 @@ class Group(Struct, frozen=True, kw_only=True):
     @property
     def rewards(self) -> list[float]:
         return [completion.reward for completion in self.completions]
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """Groups for one optimizer step, and how the buffer they come from is doing.
+
+    dropped: groups thrown away since the run began, by reason.
+    depth:   groups still waiting.
+    """
+
+    groups: list[Group]
+    dropped: dict[str, int]
+    depth: int

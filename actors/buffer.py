@@ -1,0 +1,190 @@
+"""The buffer between rollout workers and trainer: a ring of whole groups, oldest policy first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from ..runtime import Actor, NotYet, Ref, idempotent
+from ..runtime.store import Store, StoreError
+from .prompts import PromptSource
+from .types import Batch, Group
+
+__all__ = ["Buffer", "GroupSource"]
+
+
+class GroupSource(Protocol):
+    """Whatever a trainer can take groups from: a buffer, or the rollout workers themselves."""
+
+    def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
+        """Groups for optimizer step number `step`.
+
+        Asked again for the same step (the trainer died over it) it gives the same groups, so nothing is
+        trained twice and nothing is lost. version: the trainer's. durable: the last step in a checkpoint;
+        what was given out for it or before need not be kept any longer.
+        """
+        ...
+
+
+class _Record(msgspec.Struct):
+    """What a restart needs besides the groups. trained: ids of groups whose step is durable."""
+
+    handed: dict[int, list[int]] = {}
+    trained: set[int] = set()
+    trained_below: int = 0
+    dropped: dict[str, int] = {}
+    version: int = 0
+
+
+class Buffer(Actor):
+    """Keeps groups until the trainer takes them, on disk as well, so that its death costs none.
+
+    capacity:      groups it holds; when full, `put` waits.
+    max_staleness: how many versions behind the trainer's a group may be.
+
+    A group is refused, and counted by reason, when it is `stale`, a `duplicate` (its id was delivered
+    before), or `unknown` (its version and digest are not a published pair: the worker samples something else
+    than it says). Stale and unknown ones go back to the prompt source to be sampled again.
+    """
+
+    http: ClassVar = {"POST /v1/groups": "put", "GET /v1/batch": "take"}
+
+    def __init__(
+        self, *, capacity: int, max_staleness: int, prompts: Ref[PromptSource], weights: Store
+    ) -> None:
+        self.capacity, self.max_staleness = capacity, max_staleness
+        self.prompts, self.weights = prompts, weights
+
+    def on_start(self) -> None:
+        self._store = self.weights.open(self.context.run, self.context.folder)
+        self._digests: dict[int, str] = {}
+        self._folder: Path = self.state_folder
+        record = self._folder / "record.json"
+        self.record = msgspec.json.decode(record.read_bytes(), type=_Record) if record.exists() else _Record()
+        groups = [
+            msgspec.msgpack.decode(path.read_bytes(), type=Group) for path in self._folder.glob("*.group")
+        ]
+        known = {group.id: group for group in groups}
+        self._handed = {step: [known.pop(id) for id in ids] for step, ids in self.record.handed.items()}
+        self._waiting = {id: group for id, group in known.items() if not self._was_trained(id)}
+
+    @idempotent
+    def put(self, group: Group) -> str:
+        """Take one finished group: "accepted", or the reason it was refused.
+
+        Waits while the buffer is full: back-pressure for the workers.
+        """
+        refusal = self._refusal(group)
+        if refusal:
+            self._count({refusal: 1})
+            if refusal != "duplicate":
+                self.prompts.ask(PromptSource.give_back, [group.id])
+            return refusal
+        if self._find(group.id) is not None:
+            return "accepted"  # sent again because the answer was lost
+        if len(self._waiting) >= self.capacity:
+            raise NotYet
+        _write(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
+        self._waiting[group.id] = group
+        return "accepted"
+
+    @idempotent
+    def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
+        """As GroupSource says; the groups with the oldest policy first.
+
+        A batch without groups means that stale ones were dropped and there were too few left: ask again.
+        """
+        self.record.version = version
+        self._forget(durable)
+        if step not in self._handed:
+            dropped = self._drop_stale()
+            if len(self._waiting) < groups:
+                if dropped:
+                    return self._batch([])
+                raise NotYet
+            oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
+            self._handed[step] = [self._waiting.pop(group.id) for group in oldest[:groups]]
+        self._save()
+        return self._batch(self._handed[step])
+
+    def _refusal(self, group: Group) -> str:
+        same = self._find(group.id)
+        if same is not None:
+            return "" if same == group else "duplicate"
+        if self._was_trained(group.id):
+            return "duplicate"
+        if self._digest(group.version) != group.digest:
+            return "unknown"
+        if self.record.version - group.version > self.max_staleness:
+            return "stale"
+        return ""
+
+    def _find(self, id: int) -> Group | None:
+        if id in self._waiting:
+            return self._waiting[id]
+        return next((group for groups in self._handed.values() for group in groups if group.id == id), None)
+
+    def _digest(self, version: int) -> str:
+        if version not in self._digests:
+            try:
+                self._digests[version] = self._store.policy(version).digest
+            except StoreError:
+                return ""  # never published, or collected since: nobody may sample it
+        return self._digests[version]
+
+    def _drop_stale(self) -> bool:
+        stale = [
+            group.id
+            for group in self._waiting.values()
+            if self.record.version - group.version > self.max_staleness
+        ]
+        if stale:
+            # In this order a kill in between counts or returns a group twice, which harms nobody, but never
+            # loses one: a prompt that is neither here nor with its source would starve the run.
+            self._count({"stale": len(stale)})
+            self.prompts.ask(PromptSource.give_back, stale)
+            self._remove(stale)
+        return bool(stale)
+
+    def _forget(self, durable: int) -> None:
+        ids = [
+            group.id
+            for step in [step for step in self._handed if step <= durable]
+            for group in self._handed.pop(step)
+        ]
+        record = self.record
+        record.trained.update(ids)
+        while record.trained_below in record.trained:
+            record.trained.remove(record.trained_below)
+            record.trained_below += 1
+        self._save()
+        self._remove(ids)
+
+    def _remove(self, ids: list[int]) -> None:
+        for id in ids:
+            self._waiting.pop(id, None)
+            (self._folder / f"{id}.group").unlink(missing_ok=True)
+
+    def _was_trained(self, id: int) -> bool:
+        return id < self.record.trained_below or id in self.record.trained
+
+    def _batch(self, groups: list[Group]) -> Batch:
+        return Batch(groups=groups, dropped=self.record.dropped, depth=len(self._waiting))
+
+    def _count(self, reasons: dict[str, int]) -> None:
+        self.record.dropped = dict(Counter(self.record.dropped) + Counter(reasons))
+        self._save()
+        self.report(dropped=self.record.dropped)
+
+    def _save(self) -> None:
+        self.record.handed = {step: [group.id for group in groups] for step, groups in self._handed.items()}
+        _write(self._folder / "record.json", msgspec.json.encode(self.record))
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(data)
+    temporary.replace(path)

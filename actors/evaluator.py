@@ -1,0 +1,104 @@
+"""The evaluator: follows the store and measures held-out accuracy of the versions it sees."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..runtime import Actor, Finished, Ref
+from ..runtime.store import PolicyVersion, Store
+from .data import load_rows
+from .engines import Engine, Request, Sampling
+from .reward import Reward
+from .types import Prompt
+
+__all__ = ["Evaluation", "Evaluator"]
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of eval.jsonl.
+
+    accuracy, greedy: share of held-out problems with reward ≥ 1, sampled at the run's temperature and at 0.
+    """
+
+    version: int
+    step: int
+    time: float
+    accuracy: float
+    greedy: float
+    final: bool
+
+
+class Evaluator(Actor):
+    """Evaluates the first version, then one at least `every` optimizer steps later, and the final one.
+
+    problems: how many held-out ones. poll_s: between two looks at the store (a conditional GET).
+    It finishes with the final version.
+    """
+
+    preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dataset: str,
+        problems: int,
+        sampling: Sampling,
+        every: int,
+        seed: int,
+        reward: Ref[Reward],
+        weights: Store,
+        poll_s: float = 0.5,
+    ) -> None:
+        self.model, self.dataset, self.problems = model, dataset, problems
+        self.sampling, self.every, self.seed = sampling, every, seed
+        self.reward, self.weights, self.poll_s = reward, weights, poll_s
+
+    def on_start(self) -> None:
+        from .engines.transformers import load_engine
+
+        self.rows = load_rows(self.dataset, self.problems)
+        self.engine: Engine = load_engine(self.model)
+        self.store = self.weights.open(self.context.run, self.context.folder)
+        self.file: Path = self.context.folder / "eval.jsonl"
+        lines = self.file.read_bytes().splitlines() if self.file.exists() else []
+        done = [msgspec.json.decode(line, type=Evaluation) for line in lines]
+        self.next_step = done[-1].step + self.every if done else 0
+        self.finished = any(evaluation.final for evaluation in done)
+
+    def step(self) -> float | None:
+        if self.finished:
+            raise Finished
+        head = self.store.head()
+        if head is None or not (head.final or head.step >= self.next_step):
+            return self.poll_s
+        self.engine.load(head.version, head.digest, self.store.fetch(head.version))
+        evaluation = self._evaluate(head)
+        with self.file.open("ab") as file:
+            file.write(msgspec.json.encode(evaluation) + b"\n")
+        self.report(step=head.step, accuracy=evaluation.accuracy, greedy=evaluation.greedy)
+        self.next_step = head.step + self.every
+        self.finished = head.final
+        return 0.0
+
+    def _evaluate(self, head: PolicyVersion) -> Evaluation:
+        return Evaluation(
+            version=head.version,
+            step=head.step,
+            time=time.time(),
+            accuracy=self._accuracy(self.sampling),
+            greedy=self._accuracy(Sampling(temperature=0.0, max_tokens=self.sampling.max_tokens)),
+            final=head.final,
+        )
+
+    def _accuracy(self, sampling: Sampling) -> float:
+        requests = [Request(self.engine.encode(text), self.seed + i) for i, (text, _) in enumerate(self.rows)]
+        right = 0
+        samples = self.engine.generate(requests, sampling)
+        for i, ((text, answer), sample) in enumerate(zip(self.rows, samples, strict=True)):
+            prompt = Prompt(id=i, text=text, answer=answer)
+            right += self.reward.ask(Reward.score, prompt, [sample.text])[0] >= 1.0
+        return right / len(self.rows)

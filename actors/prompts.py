@@ -1,0 +1,165 @@
+"""The prompt source: hands out each prompt of the run once, and no sooner than it can still be trained in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from ..runtime import Actor, NotYet, idempotent
+from .data import load_dataset
+from .types import Lease, Prompt
+
+__all__ = ["PromptSource"]
+
+
+class _Loan(msgspec.Struct):
+    """A prompt somebody works on, since `since` on this actor's clock."""
+
+    worker: str
+    since: float
+
+
+class _Ledger(msgspec.Struct):
+    """Where every prompt of the run is: below `next` it is on loan, returned, or delivered as a group.
+
+    workers: the newest incarnation heard of each: what an older one still asks for would be lost.
+    """
+
+    next: int = 0
+    workers: dict[str, int] = {}
+    loans: dict[int, _Loan] = {}
+    returned: list[int] = []
+    step: int = 0
+    version: int = -1
+
+
+class PromptSource(Actor):
+    """Leases prompts to rollout workers.
+
+    dataset:          as `load_dataset` takes it.
+    groups_per_step:  groups one optimizer step trains on.
+    steps:            optimizer steps of the run: no prompt beyond them is handed out.
+    max_staleness:    how many versions behind a group may be when it is trained.
+    publish_every:    optimizer steps from one version to the next.
+    lease_s:          a lease older than this is taken back, for its worker has vanished.
+
+    Admission: a prompt is lent only if its group will be trained while at most max_staleness versions have
+    come out since. So staleness is bounded by not starting work, not by throwing it away, which would throw
+    away what is slow, that is, long. Nothing is lent before the first version is out.
+    """
+
+    http: ClassVar = {"POST /v1/prompts": "next", "GET /v1/policy": "policy"}
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        seed: int,
+        groups_per_step: int,
+        steps: int,
+        max_staleness: int,
+        publish_every: int = 1,
+        lease_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.groups_per_step, self.steps = groups_per_step, steps
+        self.ahead_steps = publish_every * (1 + max_staleness)
+        self.lease_s, self.clock = lease_s, clock
+
+    def on_start(self) -> None:
+        self.rows = load_dataset(self.dataset, seed=self.seed)
+        self.rows[0]  # an empty or broken data set is found now
+        self._file: Path = self.state_folder / "ledger.json"
+        self.ledger = _Ledger()
+        if self._file.exists():
+            self.ledger = msgspec.json.decode(self._file.read_bytes(), type=_Ledger)
+            for loan in self.ledger.loans.values():
+                loan.since = self.clock()  # the clock may be another machine's
+
+    @idempotent
+    def next(self, worker: str, incarnation: int, delivered: list[int], count: int, wait: bool) -> Lease:
+        """Lend up to `count` prompts.
+
+        delivered: ids of groups the worker has handed over since it last asked. Whatever else it had is lent
+        anew: it died with the worker's last incarnation, or the lease never reached it.
+        wait: keep the request until there is a prompt to lend; otherwise the lease may be empty.
+        """
+        ledger = self.ledger
+        finished = ledger.step >= self.steps
+        if incarnation < ledger.workers.get(worker, 0):
+            return Lease(prompts=[], version=ledger.version, finished=finished)
+        ledger.workers[worker] = incarnation
+        for id, loan in list(ledger.loans.items()):
+            if loan.worker == worker:
+                del ledger.loans[id]
+                if id not in delivered:
+                    ledger.returned.append(id)
+        ids = self._admit(count)
+        if not ids and wait and not finished:
+            self._save()
+            raise NotYet
+        for id in ids:
+            ledger.loans[id] = _Loan(worker, self.clock())
+        self._save()
+        prompts = [self._prompt(id) for id in ids]
+        return Lease(prompts=prompts, version=ledger.version, finished=finished)
+
+    @idempotent
+    def give_back(self, ids: list[int]) -> None:
+        """Groups with these ids were dropped: their prompts are to be sampled again."""
+        known = set(self.ledger.returned) | set(self.ledger.loans)
+        self.ledger.returned += [id for id in ids if id not in known and id < self.ledger.next]
+        self._save()
+
+    @idempotent
+    def advance(self, step: int, version: int) -> None:
+        """The trainer has published `version`, with the weights after `step` optimizer steps."""
+        self.ledger.step, self.ledger.version = step, version
+        self._save()
+
+    @idempotent
+    def policy(self, after: int) -> int:
+        """The newest version's number, once it is above `after`: a long poll for those without the store."""
+        if self.ledger.version <= after:
+            raise NotYet
+        return self.ledger.version
+
+    def step(self) -> float | None:
+        """Take back what has been on loan for too long."""
+        late = [id for id, loan in self.ledger.loans.items() if self.clock() - loan.since > self.lease_s]
+        for id in late:
+            del self.ledger.loans[id]
+            self.ledger.returned.append(id)
+        if late:
+            self._save()
+        return min(5.0, self.lease_s)
+
+    def _admit(self, count: int) -> list[int]:
+        ledger = self.ledger
+        ledger.returned.sort()
+        ids, ledger.returned = ledger.returned[:count], ledger.returned[count:]
+        if ledger.version < 0:
+            room = 0
+        else:
+            last_step = min(ledger.step + self.ahead_steps, self.steps)
+            room = max(0, last_step * self.groups_per_step - ledger.next)
+        fresh = min(count - len(ids), room)
+        ids += range(ledger.next, ledger.next + fresh)
+        ledger.next += fresh
+        return ids
+
+    def _prompt(self, id: int) -> Prompt:
+        text, answer = self.rows[id]
+        return Prompt(id=id, text=text, answer=answer)
+
+    def _save(self) -> None:
+        """Before the answer leaves: a restarted prompt source must know what it has lent."""
+        data = msgspec.json.encode(self.ledger)
+        temporary = self._file.with_suffix(".new")
+        temporary.write_bytes(data)
+        temporary.replace(self._file)

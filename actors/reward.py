@@ -1,0 +1,125 @@
+"""Rewards: plain functions of (prompt, completion text), and the actor that runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..runtime import Actor, Unrecoverable, idempotent
+from .types import Prompt
+
+__all__ = ["Reward", "RewardFunction", "exact_match", "math_verify", "reward_function"]
+
+RewardFunction = Callable[[Prompt, str], float]
+
+_FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
+
+
+def exact_match(prompt: Prompt, completion: str) -> float:
+    """1 if the completion ends in `#### N` with the N of the reference answer, else 0 (GSM8K's form)."""
+    given = _FINAL_ANSWER.search(completion)
+    return float(given is not None and _number(given[1]) == _number(_reference(prompt.answer)))
+
+
+def math_verify(prompt: Prompt, completion: str) -> float:
+    """1 if math-verify finds the completion's final answer equal to the reference, else 0.
+
+    It reads LaTeX and plain expressions. A check that takes longer than 5 s counts as wrong.
+    """
+    from math_verify import parse, verify
+
+    return float(verify(_parse_gold(prompt.answer), parse(completion)))
+
+
+@lru_cache(maxsize=4096)
+def _parse_gold(answer: str) -> Any:
+    from math_verify import parse
+
+    gold = parse(_reference(answer))
+    if not gold:
+        raise ValueError(f"math-verify can't read the reference answer {answer!r}")
+    return gold
+
+
+def _reference(answer: str) -> str:
+    """GSM8K keeps the number behind `####`, after the worked solution."""
+    return answer.rpartition("####")[2].strip()
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return text
+
+
+def reward_function(name: str) -> RewardFunction:
+    """exact_match, math_verify, or "file.py:function" with a function of (prompt, completion text).
+
+    Raises Unrecoverable (exit code 2) if there is no such function.
+    """
+    named = {"exact_match": exact_match, "math_verify": math_verify}
+    if name in named:
+        return named[name]
+    file, _, function = name.partition(":")
+    spec = importlib.util.spec_from_file_location(f"rolecall_reward_{Path(file).stem}", file)
+    if not function or not Path(file).is_file() or spec is None or spec.loader is None:
+        raise Unrecoverable(
+            f"there is no reward {name!r}: give {', '.join(named)} or the path of a file and a function in it, as "
+            "rewards.py:mine",
+            exit_code=2,
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, function):
+        raise Unrecoverable(f"{file} has no function {function!r}", exit_code=2)
+    return getattr(module, function)
+
+
+class Reward(Actor):
+    """Scores completions with one function, in its own process: slow or broken checks hurt nobody else.
+
+    fn: the function, or its name as `reward_function` takes it.
+    """
+
+    def __init__(self, *, fn: RewardFunction | str) -> None:
+        self.given = fn
+
+    def on_start(self) -> None:
+        self.fn = reward_function(self.given) if isinstance(self.given, str) else self.given
+        if len(inspect.signature(self.fn).parameters) != 2:
+            raise Unrecoverable(
+                f"reward function {self._name} must take two arguments, the prompt and the completion's text",
+                exit_code=2,
+            )
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.fn, "__name__", repr(self.fn))
+
+    @idempotent
+    def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
+        """One reward a completion. Raises Unrecoverable if the function raises or gives no finite number."""
+        return [self._score_one(prompt, completion) for completion in completions]
+
+    def _score_one(self, prompt: Prompt, completion: str) -> float:
+        try:
+            value = self.fn(prompt, completion)
+            finite = math.isfinite(value)
+        except Exception as error:  # whatever a user's function raises
+            raise Unrecoverable(
+                f"reward function {self._name} raised {type(error).__name__}: {error}, on prompt {prompt.id} "
+                f"({prompt.text[:80]!r}) and completion {completion[:80]!r}: mend the function"
+            ) from error
+        if not finite:
+            raise Unrecoverable(
+                f"reward function {self._name} gave {value!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a "
+                "reward must be a finite number"
+            )
+        return float(value)

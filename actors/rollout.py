@@ -1,0 +1,144 @@
+"""The rollout worker: prompts in, scored groups out, always under a published policy version."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+from ..runtime import Actor, Finished, Ref, idempotent
+from ..runtime.store import Store
+from .buffer import Buffer
+from .engines import Engine, Request, Sampling
+from .prompts import PromptSource
+from .reward import Reward
+from .types import Batch, Completion, Group, Lease, Prompt
+
+__all__ = ["RolloutWorker"]
+
+
+class RolloutWorker(Actor):
+    """Samples groups of completions.
+
+    With a sink it works on its own: lease, sample, score, put. Without one it is a GroupSource: it samples
+    its share of a step when the trainer takes it.
+
+    group_size: completions of one prompt. lease: prompts sampled at once (lease × group_size sequences).
+    """
+
+    preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        sampling: Sampling,
+        group_size: int,
+        lease: int,
+        seed: int,
+        prompts: Ref[PromptSource],
+        reward: Ref[Reward],
+        weights: Store,
+        sink: Ref[Buffer] | None = None,
+    ) -> None:
+        self.model, self.sampling = model, sampling
+        self.group_size, self.lease, self.seed = group_size, lease, seed
+        self.prompts, self.reward, self.weights, self.sink = prompts, reward, weights, sink
+
+    def on_start(self) -> None:
+        from .engines.transformers import load_engine
+
+        self.engine: Engine = load_engine(self.model)
+        self.store = self.weights.open(self.context.run, self.context.folder)
+        self.worker = f"{self.context.node}/{self.name}" if self.context.node else self.name
+        self._delivered: list[int] = []
+        self._given: tuple[int, list[Group]] = (-1, [])
+
+    def step(self) -> float | None:
+        if self.sink is None:
+            return None
+        began = time.monotonic()
+        lease = self._lease(wait=True)
+        if lease.finished:
+            raise Finished
+        leased = time.monotonic()
+        groups = self._sample(lease)
+        sampled = time.monotonic()
+        for group in groups:
+            self.sink.ask(Buffer.put, group)
+            self._delivered.append(group.id)
+        self._say(groups, lease_wait_s=leased - began, sample_s=sampled - leased, since=sampled)
+        return 0.0
+
+    @idempotent
+    def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
+        """Sample whatever is admitted for this step, together with the other workers (see GroupSource)."""
+        if self._given[0] != step:
+            mine: list[Group] = []
+            while (lease := self._lease(wait=False)).prompts:
+                mine += self._sample(lease)
+                self._delivered = [group.id for group in mine]
+            self._given = step, mine
+        return Batch(groups=self._given[1], dropped={}, depth=0)
+
+    def _lease(self, *, wait: bool) -> Lease:
+        incarnation = self.context.incarnation
+        lease = self.prompts.ask(
+            PromptSource.next, self.worker, incarnation, self._delivered, self.lease, wait
+        )
+        self._delivered = []
+        return lease
+
+    def _sample(self, lease: Lease) -> list[Group]:
+        if not lease.prompts:
+            return []
+        if lease.version > self.engine.version:
+            policy = self.store.policy(lease.version)
+            self.engine.load(policy.version, policy.digest, self.store.fetch(policy.version))
+        prompt_ids = [self.engine.encode(prompt.text) for prompt in lease.prompts]
+        requests = [
+            Request(ids, self._seed_of(prompt, sibling))
+            for prompt, ids in zip(lease.prompts, prompt_ids, strict=True)
+            for sibling in range(self.group_size)
+        ]
+        samples = iter(self.engine.generate(requests, self.sampling))
+        groups = []
+        for prompt, ids in zip(lease.prompts, prompt_ids, strict=True):
+            siblings = [next(samples) for _ in range(self.group_size)]
+            rewards = self.reward.ask(Reward.score, prompt, [sample.text for sample in siblings])
+            completions = [
+                Completion(
+                    ids=sample.ids,
+                    logprobs=sample.logprobs,
+                    version=self.engine.version,
+                    finish_reason=sample.finish_reason,
+                    text=sample.text,
+                    reward=reward,
+                )
+                for sample, reward in zip(siblings, rewards, strict=True)
+            ]
+            groups.append(
+                Group(
+                    prompt=prompt,
+                    prompt_ids=ids,
+                    completions=completions,
+                    digest=self.engine.digest,
+                    worker=self.worker,
+                )
+            )
+        return groups
+
+    def _seed_of(self, prompt: Prompt, sibling: int) -> int:
+        """The same completion whichever worker samples it, and when it is sampled again."""
+        key = f"{self.seed}/{prompt.id}/{sibling}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest())
+
+    def _say(self, groups: list[Group], *, lease_wait_s: float, sample_s: float, since: float) -> None:
+        tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
+        self.report(
+            groups=len(groups),
+            tokens=tokens,
+            version=self.engine.version,
+            lease_wait_s=lease_wait_s,
+            sample_s=sample_s,
+            put_wait_s=time.monotonic() - since,
+        )

@@ -1,0 +1,191 @@
+"""The trainer: takes groups, makes one optimizer step of them, publishes the adapter."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..runtime import Actor, AskTimeout, Finished, Ref
+from ..runtime.store import Store
+from .buffer import GroupSource
+from .losses import GRPOLoss
+from .prompts import PromptSource
+from .types import Batch, Group
+
+__all__ = ["Trainer"]
+
+
+class _Progress(msgspec.Struct):
+    """The trainer's part of a checkpoint. version: the one its weights were, or will be, published as."""
+
+    step: int = 0
+
+
+class Trainer(Actor):
+    """GRPO on LoRA weights; see `Learner` for the step itself.
+
+    groups:           a buffer, or the rollout workers themselves: the difference between async and sync.
+    prompts:          told of every published version, so that it admits new work.
+    batch:            groups an optimizer step trains on.
+    publish_every, checkpoint_every: in optimizer steps.
+    max_staleness:    versions kept in the store reach this far back, and two further.
+
+    Each step is one line in metrics.jsonl. Killed at any moment, it goes on from its last checkpoint: the
+    groups of the steps after that are given to it again, and the lines of those steps are written anew.
+    """
+
+    preloads = ("torch", "peft", "transformers", "rolecall.actors.learner")
+    stop_timeout_s = 10.0
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        loss: GRPOLoss,
+        lora_rank: int,
+        lora_alpha: int,
+        lr: float,
+        temperature: float,
+        steps: int,
+        batch: int,
+        seed: int,
+        groups: Ref[GroupSource],
+        prompts: Ref[PromptSource],
+        weights: Store,
+        max_staleness: int,
+        publish_every: int = 1,
+        checkpoint_every: int = 5,
+    ) -> None:
+        self.model, self.loss, self.temperature = model, loss, temperature
+        self.lora_rank, self.lora_alpha, self.lr = lora_rank, lora_alpha, lr
+        self.steps, self.batch, self.seed = steps, batch, seed
+        self.groups, self.prompts, self.weights = groups, prompts, weights
+        self.max_staleness = max_staleness
+        self.publish_every, self.checkpoint_every = publish_every, checkpoint_every
+
+    def on_start(self) -> None:
+        from .learner import Learner
+
+        self.store = self.weights.open(self.context.run, self.context.folder)
+        self.store.probe()
+        self.epoch = self.store.take_epoch()
+        self.learner = Learner(
+            self.model,
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            lr=self.lr,
+            loss=self.loss,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
+        self.metrics_file: Path = self.context.folder / "metrics.jsonl"
+        self.done = self.durable = 0
+        checkpoint = self.store.latest_checkpoint()
+        if checkpoint is not None:
+            self.done, state = checkpoint
+            self.durable = self.done
+            self.learner.restore(state)
+        _keep_lines(self.metrics_file, self.done)
+        self.version = -1
+        head = self.store.head()
+        if head is not None and head.step == self.done:
+            self.version = head.version
+            self.prompts.ask(PromptSource.advance, self.done, self.version)
+        else:
+            self._publish(-1 if head is None else head.version)
+        self.began_waiting = time.monotonic()
+        self.publish_s = 0.0  # of the step before: a step's line is written before its version is published
+
+    def step(self) -> float | None:
+        if self.done >= self.steps:
+            raise Finished
+        batch = self._take()
+        if not batch.groups:
+            return 0.0
+        taken = time.monotonic()
+        metrics = self.learner.step(batch.groups, version=self.version)
+        trained = time.monotonic()
+        self.done += 1
+        self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
+        if self.done % self.checkpoint_every == 0 or self.done == self.steps:
+            self._checkpoint()
+        if self.done % self.publish_every == 0 or self.done == self.steps:
+            self._publish(self.version)
+        self.began_waiting = time.monotonic()
+        self.publish_s = self.began_waiting - trained
+        return 0.0
+
+    def _take(self) -> Batch:
+        """The groups of the next step; without groups if there are none yet."""
+        try:
+            parts = self.groups.ask_each(
+                GroupSource.take, self.done + 1, self.batch, self.version, self.durable
+            )
+        except AskTimeout:
+            # Slow rollouts are no fault; the wait shows in the metrics, and between two asks this actor
+            # hears what else it is told.
+            return Batch(groups=[], dropped={}, depth=0)
+        groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.id)
+        return Batch(groups=groups, dropped=parts[0].dropped, depth=sum(part.depth for part in parts))
+
+    def _publish(self, newest: int) -> None:
+        """Publish the weights as the version after `newest`, and let the prompt source admit more work."""
+        self.version = newest + 1
+        self.store.publish(
+            self.learner.adapter(),
+            version=self.version,
+            step=self.done,
+            epoch=self.epoch,
+            final=self.done == self.steps,
+        )
+        self.prompts.ask(PromptSource.advance, self.done, self.version)
+        if self.version % 10 == 0:
+            self.store.collect(keep=self.max_staleness + 2)
+
+    def _checkpoint(self) -> None:
+        self.store.save_checkpoint(self.learner.state(), step=self.done, epoch=self.epoch)
+        self.durable = self.done
+
+    def _write_metrics(
+        self, batch: Batch, metrics: dict[str, float], *, wait_s: float, fwd_bwd_s: float
+    ) -> None:
+        staleness = [self.version - group.version for group in batch.groups]
+        now = time.time()
+        line: dict[str, Any] = {
+            "step": self.done,
+            "version": self.version,
+            "time": now,
+            **metrics,
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": max(staleness),
+            "perf/rollout_wait_s": wait_s,
+            "perf/fwd_bwd_s": fwd_bwd_s,
+            "perf/publish_s": self.publish_s,
+            "perf/step_s": wait_s + fwd_bwd_s + self.publish_s,
+            "buffer/depth": batch.depth,
+            "dropped": batch.dropped,
+            "groups": [group.id for group in batch.groups],
+            "workers": _count_by_worker(batch.groups),
+        }
+        with self.metrics_file.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+        self.report(of=self.steps, **{key: value for key, value in line.items() if key != "groups"})
+
+
+def _count_by_worker(groups: list[Group]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for group in groups:
+        counts[group.worker] = counts.get(group.worker, 0) + 1
+    return counts
+
+
+def _keep_lines(path: Path, steps: int) -> None:
+    """Forget the lines of steps that are about to be made again, and a line cut short by a kill."""
+    if path.exists():
+        lines = path.read_bytes().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        kept = [line for line in whole if msgspec.json.decode(line)["step"] <= steps]
+        path.write_bytes(b"".join(kept))

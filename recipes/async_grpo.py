@@ -1,0 +1,86 @@
+"""Asynchronous GRPO: the rollout workers fill a buffer, the trainer takes batches from it.
+
+prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ evaluator
+   reward ─┘   ▲                                │
+               └─────────── weights ────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..actors import outcome
+from ..actors.buffer import Buffer
+from ..actors.engines import Sampling
+from ..actors.evaluator import Evaluator
+from ..actors.losses import GRPOLoss
+from ..actors.prompts import PromptSource
+from ..actors.reward import Reward
+from ..actors.rollout import RolloutWorker
+from ..actors.trainer import Trainer
+from ..runtime import Graph, Strategy
+from ..runtime.store import Store
+
+__all__ = ["Config", "build", "outcome"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What a run may change, with `--set field=value`."""
+
+    model: str = "tiny"
+    train_set: str = "tiny"
+    eval_set: str = "tiny"
+    reward: str = "exact_match"
+    store: str = "file://"
+    seed: int = 0
+    steps: int = 40
+    batch: int = 16
+    group_size: int = 8
+    max_tokens: int = 64
+    temperature: float = 1.0
+    lora_rank: int = 8
+    lora_alpha: int = 16
+    lr: float = 1e-3
+    rollout_workers: int = 2
+    max_staleness: int = 4
+    eval_problems: int = 256
+    eval_every: int = 10
+
+
+def build(config: Config) -> Graph:
+    # A lost worker costs only the prompts it held: restart it alone.
+    graph = Graph("async_grpo", strategy=Strategy.ONE_FOR_ONE)
+    weights = Store(config.store)
+    sampling = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
+
+    # Who talks to whom.
+    prompts = graph.add(
+        "prompts", PromptSource, dataset=config.train_set, seed=config.seed, steps=config.steps,
+        groups_per_step=config.batch, max_staleness=config.max_staleness,
+    )  # fmt: skip
+    reward = graph.add("reward", Reward, fn=config.reward)
+    buffer = graph.add(
+        "buffer", Buffer, capacity=config.batch * (1 + config.max_staleness),
+        max_staleness=config.max_staleness, prompts=prompts, weights=weights,
+    )  # fmt: skip
+    rollout = graph.add(
+        "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
+        lease=max(1, config.batch // config.rollout_workers), seed=config.seed,
+        prompts=prompts, reward=reward, weights=weights, sink=buffer,
+    )  # fmt: skip
+    trainer = graph.add(
+        "trainer", Trainer, model=config.model, loss=GRPOLoss(), lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha, lr=config.lr, temperature=config.temperature, steps=config.steps,
+        batch=config.batch, seed=config.seed, max_staleness=config.max_staleness,
+        groups=buffer, prompts=prompts, weights=weights,
+    )  # fmt: skip
+    evaluator = graph.add(
+        "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,
+        sampling=sampling, every=config.eval_every, seed=config.seed, reward=reward, weights=weights,
+    )  # fmt: skip
+
+    # How they run, and when the run is over.
+    graph.place(rollout, replicas=config.rollout_workers, elastic=True)
+    graph.until(trainer, evaluator)
+    return graph

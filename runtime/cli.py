@@ -1,0 +1,214 @@
+"""The command line: `rolecall run|show|diff|ps|stop|join|sample`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from msgspec import json
+from msgspec.structs import replace
+
+from .console import Console
+from .errors import Unrecoverable
+from .graph import Graph
+from .recipe import configure, load_recipe
+from .runs import RunFolder, create_run, find_run
+from .show import difference, picture
+from .supervisor import Outcome, Supervisor
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0 finished, 1 failed, 2 a mistake in what was given."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except Unrecoverable as error:
+        print(f"rolecall: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return 1  # whoever read our output has gone: `rolecall ps | head`
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rolecall", description="Reinforcement learning as a graph of actors."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(
+        name: str, function: Callable[[argparse.Namespace], int], help: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=help, description=help)
+        added.set_defaults(command=function)
+        return added
+
+    def with_recipe(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        added.add_argument("recipe", help="a recipe's name, or the path of a .py file")
+        added.add_argument(
+            "--set", action="append", default=[], metavar="FIELD=VALUE", help="change one of its settings"
+        )
+        return added
+
+    def with_run(added: argparse.ArgumentParser, **how: Any) -> argparse.ArgumentParser:
+        added.add_argument("run", help="a run's folder, or its name in --runs", **how)
+        return _with_runs(added)
+
+    run = _with_runs(with_recipe(command("run", _run, "start a recipe and see it through")))
+    run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    run.add_argument("--proxy", metavar="HOST:PORT", help="let other machines join here, over HTTP")
+    with_recipe(command("show", _show, "draw a recipe's graph and list its settings"))
+    diff = command("diff", _diff, "what two recipes do differently")
+    diff.add_argument("a", help="a recipe")
+    diff.add_argument("b", help="another")
+    with_run(command("ps", _ps, "list the actors of a live run"), nargs="?")
+    with_run(command("stop", _stop, "end a live run in order"), nargs="?")
+    sample = with_run(
+        command("sample", _sample, "let base and trained model complete a prompt, side by side")
+    )
+    sample.add_argument("prompt")
+    join = _with_runs(command("join", _join, "add this machine's rollout workers to a run"))
+    join.add_argument("url", help="the run's proxy, as http://host:port")
+    join.add_argument("--token-file", type=Path, required=True, help="a copy of the run's token file")
+    join.add_argument("--workers", type=int, default=1, help="how many (default: 1)")
+    return parser
+
+
+def _with_runs(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    added.add_argument("--runs", type=Path, default=Path("runs"), help="where runs lie (default: ./runs)")
+    return added
+
+
+def _run(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    config = configure(recipe, options.recipe, options.set)
+    graph = _build(recipe, options.recipe, config)
+    name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
+    run = create_run(options.runs, name, dataclasses.asdict(config))
+    if options.proxy:
+        _add_proxy(graph, run, options.proxy)
+    console = Console(run, recipe, to_stderr=options.json)
+    with console:
+        outcome = _supervise(graph, run, name, console)
+    if outcome.exit_code:
+        print(f"rolecall: {outcome.story}", file=sys.stderr)
+        print(f"rolecall: the run's folder is {run.path}", file=sys.stderr)
+        return outcome.exit_code
+    result = {"recipe": graph.name, "restarts": outcome.restarts}
+    if hasattr(recipe, "outcome"):
+        result |= recipe.outcome.report(run)
+    if options.json:
+        print(json.encode(result).decode())
+    else:
+        console.show_result(result)
+    return 0
+
+
+def _supervise(graph: Graph, run: RunFolder, recipe: str, console: Console, **remote: Any) -> Outcome:
+    supervisor = Supervisor(graph, run.info.id, run.path, recipe, console, **remote)
+    run.write_info(replace(run.info, sockets=str(supervisor.sockets)))
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        supervisor.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    return supervisor.run()
+
+
+def _build(recipe: Any, name: str, config: Any) -> Graph:
+    try:
+        return recipe.build(config)
+    except ValueError as error:
+        raise Unrecoverable(f"{name} can't be built from these settings: {error}", exit_code=2) from error
+
+
+def _add_proxy(graph: Graph, run: RunFolder, address: str) -> None:
+    from .proxy import add_proxy
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise Unrecoverable(f"--proxy {address}: write it as HOST:PORT, as in 127.0.0.1:8700", exit_code=2)
+    token_file = run.path / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(secrets.token_urlsafe(32) + "\n")
+    info = run.info
+    about = {"run": info.id, "recipe": info.recipe, "config": info.config}
+    add_proxy(graph, host=host, port=int(port), token_file=token_file, about=about)
+
+
+def _show(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    config = configure(recipe, options.recipe, options.set)
+    print(picture(_build(recipe, options.recipe, config)))
+    print("\nSettings:")
+    for field in dataclasses.fields(config):
+        print(f"  {field.name} = {getattr(config, field.name)!r}")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    graphs = []
+    for name in (options.a, options.b):
+        recipe = load_recipe(name)
+        graphs.append(_build(recipe, name, recipe.Config()))
+    print(difference(*graphs))
+    return 0
+
+
+def _ps(options: argparse.Namespace) -> int:
+    run = find_run(options.runs, options.run, live=True)
+    print(f"{run.path.name}")
+    print(f"{'ROLE':<16} {'PID':>8}  {'STATE':<9} {'RESTARTS':>8}  HANDLING")
+    for actor in run.status():
+        handling = "" if actor.handling_s is None else f"{actor.handling_s:.1f} s"
+        print(f"{actor.name:<16} {actor.pid or '-':>8}  {actor.state:<9} {actor.restarts:>8}  {handling}")
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    run = find_run(options.runs, options.run, live=True)
+    run.stop()
+    print(f"asked {run.path.name} to stop")
+    return 0
+
+
+def _sample(options: argparse.Namespace) -> int:
+    run = find_run(options.runs, options.run)
+    recipe = load_recipe(run.info.recipe)
+    if not hasattr(recipe, "outcome"):
+        raise Unrecoverable(f"recipe {run.info.recipe} has no `outcome` that could sample", exit_code=2)
+    print(recipe.outcome.sample(run, options.prompt))
+    return 0
+
+
+def _join(options: argparse.Namespace) -> int:
+    from .join import prepare
+
+    joining = prepare(options.url.rstrip("/"), options.token_file.resolve(), options.workers, options.runs)
+    with Console(joining.run, joining.recipe) as console:
+        outcome = _supervise(
+            joining.graph,
+            joining.run,
+            joining.recipe_name,
+            console,
+            node=joining.node,
+            remotes=joining.remotes,
+        )
+    if outcome.exit_code not in (0, 130):
+        print(f"rolecall: {outcome.story}", file=sys.stderr)
+        return outcome.exit_code
+    print("the run has finished" if outcome.exit_code == 0 else "left the run")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

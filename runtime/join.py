@@ -1,0 +1,61 @@
+"""Joining a run from another machine: its recipe and settings come from the run, nothing is copied by hand."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from .errors import Unrecoverable
+from .graph import Graph
+from .recipe import load_recipe
+from .remote import RemoteActor, fetch_about
+from .runs import RunFolder, create_run
+
+__all__ = ["Joining", "prepare"]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What this machine will run, and how it reaches the rest."""
+
+    graph: Graph
+    run: RunFolder
+    recipe: ModuleType
+    recipe_name: str
+    node: str
+    remotes: dict[str, RemoteActor]
+
+
+def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
+    """Ask the run at `url` what it is, and make ready to run `workers` of its elastic roles here.
+
+    Raises Unrecoverable (exit code 2) if it can't be reached, refuses the token, has no elastic role, keeps
+    its weights in a folder of its own machine, or its recipe is not installed here.
+    """
+    if workers < 1:
+        raise Unrecoverable(f"--workers {workers}: at least one", exit_code=2)
+    about = fetch_about(url, token_file)
+    name, config = about["recipe"], about["config"]
+    if name.endswith(".py"):
+        raise Unrecoverable(
+            f"the run's recipe is a file on its own machine ({Path(name).name}): install it as a package on both",
+            exit_code=2,
+        )
+    if str(config.get("store", "")).startswith("file:"):
+        raise Unrecoverable(
+            f"the run keeps its weights in {config['store']}, which this machine can't read: start the run with "
+            "--set store=s3://bucket/prefix",
+            exit_code=2,
+        )
+    recipe = load_recipe(name)
+    graph, reached = recipe.build(recipe.Config(**config)).part_for_joining(workers)
+    if not graph.ends_with:
+        raise Unrecoverable(f"recipe {name} has no role that other machines may run", exit_code=2)
+    # The store's keys are below the run's id, so this machine's folder takes the run's own.
+    run = create_run(root, f"join-{name}", config, id=about["run"])
+    node = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    remotes = {role.name: RemoteActor(role.name, url, token_file, role.actor) for role in reached}
+    return Joining(graph, run, recipe, name, node, remotes)

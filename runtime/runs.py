@@ -1,0 +1,134 @@
+"""The run folder: what a run leaves behind, and how another terminal finds a run that is live.
+
+runs/async_grpo-20260131-120000/
+    run.json        recipe, config, and where the supervisor listens while it lives
+    events.jsonl    every report, state, death and dead letter, with its time
+    logs/           each role's output
+    state/          what roles keep over a restart
+    token           for `rolecall join`, mode 0600, if the run has a proxy
+and what the recipe's own actors write there (metrics.jsonl, eval.jsonl, adapter/, curves.png, …)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from .endpoint import quiet_socket
+from .errors import Unrecoverable
+from .supervisor import ActorStatus, ListActors, StopRun
+
+__all__ = ["RunFolder", "RunInfo", "create_run", "find_run"]
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json. started: seconds since 1970; sockets: the supervisor's folder, gone when it is."""
+
+    id: str
+    recipe: str
+    config: dict[str, Any]
+    started: float
+    pid: int
+    sockets: str = ""
+
+
+class RunFolder:
+    """One run's folder. Raises Unrecoverable (exit code 2) for a folder that isn't one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def info(self) -> RunInfo:
+        try:
+            return msgspec.json.decode((self.path / "run.json").read_bytes(), type=RunInfo)
+        except OSError as error:
+            raise Unrecoverable(f"{self.path} is no run folder: it has no run.json", exit_code=2) from error
+
+    def write_info(self, info: RunInfo) -> None:
+        temporary = self.path / "run.json.new"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2))
+        temporary.replace(self.path / "run.json")
+
+    @property
+    def live(self) -> bool:
+        return Path(self.info.sockets or "/nowhere").is_dir() and Path(f"/proc/{self.info.pid}").exists()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The objects of a .jsonl file in this folder; none if there is no such file."""
+        path = self.path / name
+        if not path.exists():
+            return []
+        whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        return [msgspec.json.decode(line) for line in whole]
+
+    def status(self) -> list[ActorStatus]:
+        """The actors of a live run, as its supervisor sees them."""
+        return msgspec.json.decode(self._ask_supervisor(ListActors(), answer=True), type=list[ActorStatus])
+
+    def stop(self) -> None:
+        """Ask a live run to end in order."""
+        self._ask_supervisor(StopRun(), answer=False)
+
+    def _ask_supervisor(self, message: ListActors | StopRun, *, answer: bool) -> bytes:
+        if not self.live:
+            raise Unrecoverable(f"run {self.path.name} is not live: it has ended", exit_code=2)
+        context = zmq.Context()
+        socket = quiet_socket(context, zmq.DEALER)
+        try:
+            socket.connect(f"ipc://{self.info.sockets}/supervisor")
+            socket.send(msgspec.msgpack.encode(message))
+            if not answer:
+                socket.close(linger=int(ANSWER_TIMEOUT_S * 1000))
+                return b""
+            if not socket.poll(int(ANSWER_TIMEOUT_S * 1000)):
+                raise Unrecoverable(
+                    f"the supervisor of {self.path.name} (pid {self.info.pid}) does not answer"
+                )
+            return socket.recv()
+        finally:
+            context.destroy()
+
+
+def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:
+    """A new folder below `root`, named by recipe and time. id: the run's, if it is another machine's."""
+    started = time.time()
+    stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
+    for suffix in ["", *(f"-{i}" for i in range(2, 100))]:
+        path = root / f"{stem}{suffix}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        run = RunFolder(path.resolve())
+        info = RunInfo(id=id or path.name, recipe=recipe, config=config, started=started, pid=os.getpid())
+        run.write_info(info)
+        return run
+    raise Unrecoverable(f"{root} has a hundred runs of this second: wait for the next")
+
+
+def find_run(root: Path, name: str | None, *, live: bool = False) -> RunFolder:
+    """A run by its path or its name below `root`; without a name the newest (of the live ones)."""
+    if name is not None:
+        for path in (Path(name), root / name):
+            if (path / "run.json").exists():
+                return RunFolder(path.resolve())
+        known = ", ".join(run.path.name for run in _runs(root)[-5:]) or "none"
+        raise Unrecoverable(f"there is no run {name!r}; the newest in {root} are: {known}", exit_code=2)
+    runs = [run for run in _runs(root) if run.live or not live]
+    if not runs:
+        kind = "live run" if live else "run"
+        raise Unrecoverable(f"there is no {kind} in {root}: start one with `rolecall run`", exit_code=2)
+    return runs[-1]
+
+
+def _runs(root: Path) -> list[RunFolder]:
+    runs = [RunFolder(path.parent.resolve()) for path in root.glob("*/run.json")]
+    return sorted(runs, key=lambda run: run.info.started)
