@@ -64,7 +64,7 @@ def pick_device() -> str:
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of "tiny", a folder or a Hugging Face id. Raises Unrecoverable when there is none."""
     try:
-        return AutoTokenizer.from_pretrained(model_path(model), local_files_only=_stay_local(model))
+        return AutoTokenizer.from_pretrained(_source(model))
     except _LOAD_ERRORS as error:
         raise _cannot_load("the tokenizer of ", model, error) from error
 
@@ -79,9 +79,7 @@ def load_model(model: str, *, device: str, dtype: str | torch.dtype) -> PreTrain
         raise Unrecoverable(f"torch has no dtype {dtype!r}: use float32, bfloat16 or float16", exit_code=2)
     transformers.utils.logging.disable_progress_bar()  # a worker's log is not a terminal
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(
-            model_path(model), dtype=number, local_files_only=_stay_local(model)
-        )
+        network: Any = AutoModelForCausalLM.from_pretrained(_source(model), dtype=number)
         network.to(device)
     except _LOAD_ERRORS as error:
         raise _cannot_load("", model, error) from error
@@ -89,23 +87,38 @@ def load_model(model: str, *, device: str, dtype: str | torch.dtype) -> PreTrain
     return network.eval().requires_grad_(False)
 
 
-def _stay_local(model: str) -> bool:
-    """True where asking Hugging Face is needless or hopeless: its client would retry for half a minute."""
+def _source(model: str) -> str:
+    """The folder or Hugging Face id to load `model` from; FileNotFoundError where there is neither.
+
+    Without a network it is the folder in Hugging Face's cache: its client, given an id, would retry for half a
+    minute before it looked there.
+    """
     path = model_path(model)
-    if huggingface_hub.constants.HF_HUB_OFFLINE or Path(path).is_dir() or not _HUB_ID.fullmatch(path):
-        return True
+    if Path(path).is_dir():
+        return path
+    if not _HUB_ID.fullmatch(path):
+        raise FileNotFoundError("no such folder")
+    if not huggingface_hub.constants.HF_HUB_OFFLINE and _reachable(huggingface_hub.constants.ENDPOINT):
+        return path
+    cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
+    if not isinstance(cached, str):
+        raise FileNotFoundError("no such folder, not in the cache, and the network cannot be reached")
+    return str(Path(cached).parent)
+
+
+def _reachable(url: str) -> bool:
     try:
-        httpx.head(huggingface_hub.constants.ENDPOINT, timeout=_CONNECT_TIMEOUT_S)
+        httpx.head(url, timeout=_CONNECT_TIMEOUT_S)
     except httpx.HTTPError:
-        return True
-    return False
+        return False
+    return True
 
 
 def _cannot_load(part: str, model: str, error: Exception) -> Unrecoverable:
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
     return Unrecoverable(
         f"cannot load {part}model {model!r} ({reason}): give a folder that holds one, 'tiny', or an id on "
-        f"{huggingface_hub.constants.ENDPOINT} that this machine can reach or has in its cache",
+        f"{huggingface_hub.constants.ENDPOINT}",
         exit_code=2,
     )
 

@@ -1,0 +1,83 @@
+"""Running `rolecall` as a user does, and finding every process it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROLECALL = [str(Path(sys.executable).parent / "rolecall")]
+
+
+@dataclass
+class Command:
+    """A running `rolecall …` and all its descendants, marked by a variable in their environment."""
+
+    arguments: list[str]
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [*ROLECALL, *self.arguments],
+            cwd=self.folder,
+            env={**os.environ, **self.environment, "ROLECALL_TEST_MARK": self.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout_s: float = 120.0) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; a command that takes too long is killed, and the test fails."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in self.processes():
+                os.kill(pid, 9)
+            raise
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[int]:
+        """Every live process that this command started, however far removed."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and self._is_ours(entry):
+                found.append(int(entry.name))
+        return found
+
+    def _is_ours(self, entry: Path) -> bool:
+        try:
+            ours = f"ROLECALL_TEST_MARK={self.mark}".encode() in (entry / "environ").read_bytes()
+            return ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return False  # it has just ended
+
+    def run_folder(self) -> Path:
+        """The folder of the run it started (waits for it)."""
+        return until(lambda: next(iter((self.folder / "runs").glob("*/run.json")), None)).parent
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """What `condition` gives, once it is true: for what happens in other processes."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition never came true"
+        os.sched_yield()
+    return value
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file, which may be growing."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
