@@ -35,6 +35,8 @@ class Trainer(Actor):
 
     Each step is one line in metrics.jsonl. Killed at any moment, it goes on from its last checkpoint: the
     groups of the steps after that are given to it again, and the lines of those steps are written anew.
+    (Versions published by those steps stay published, so with checkpoint_every > 1 staleness, which counts
+    versions, looks larger after a restart than it is.)
     """
 
     preloads = ("torch", "peft", "transformers", "rolecall.actors.learner")
@@ -57,7 +59,7 @@ class Trainer(Actor):
         weights: Store,
         max_staleness: int,
         publish_every: int = 1,
-        checkpoint_every: int = 5,
+        checkpoint_every: int = 1,
     ) -> None:
         self.model, self.loss, self.temperature = model, loss, temperature
         self.lora_rank, self.lora_alpha, self.lr = lora_rank, lora_alpha, lr

@@ -60,7 +60,7 @@ def build(config: Config) -> Graph:
     reward = graph.add("reward", Reward, fn=config.reward)
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
-        lease=max(1, config.batch // config.rollout_workers), seed=config.seed,
+        lease=max(1, config.batch // max(1, config.rollout_workers)), seed=config.seed,
         prompts=prompts, reward=reward, weights=weights,
     )  # fmt: skip
     trainer = graph.add(

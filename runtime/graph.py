@@ -11,6 +11,7 @@ start and, reversed, of stop.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -62,7 +63,8 @@ class Role:
 
     @property
     def wires(self) -> dict[str, str]:
-        return {key: value.name for key, value in self.kwargs.items() if isinstance(value, Ref)}
+        given = inspect.signature(self.actor).bind(*self.args, **self.kwargs).arguments
+        return {key: value.name for key, value in given.items() if isinstance(value, Ref)}
 
 
 class Graph:
@@ -92,7 +94,10 @@ class Graph:
         return name in self._roles
 
     def add(self, name: str, role: Callable[P, A], /, *args: P.args, **kwargs: P.kwargs) -> Ref[A]:
-        """Add a role; `args` and `kwargs` are its constructor's. Raises ValueError for a name that can't be."""
+        """Add a role; `args` and `kwargs` are its constructor's.
+
+        Raises ValueError for a name that can't be, or arguments the constructor doesn't take.
+        """
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):
             raise ValueError(f"role name {name!r}: use a short word of a-z, 0-9 and _")
         if name in self._roles:
@@ -100,6 +105,10 @@ class Graph:
         for ref in (*args, *kwargs.values()):
             if isinstance(ref, Ref) and ref.name not in self._roles:
                 raise ValueError(f"{name} is wired to {ref.name!r}, which is not in graph {self.name}")
+        try:
+            inspect.signature(role).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"{name} can't be made: {getattr(role, '__name__', role)}: {error}") from error
         self._roles[name] = Role(name, cast("type[Actor]", role), args, dict(kwargs))
         return Ref(name)
 
@@ -113,10 +122,10 @@ class Graph:
     ) -> None:
         """Say how a role runs.
 
-        replicas: how many processes; elastic: whether machines that join may run more of them; restart: when
-        a dead one is started again.
+        replicas: how many processes; elastic: whether machines that join may run more of them, so that there
+        may be none here; restart: when a dead one is started again.
         """
-        if replicas < 1:
+        if replicas < (0 if elastic else 1):
             raise ValueError(f"{ref.name} needs at least one replica, not {replicas}")
         role = self._roles[ref.name]
         self._roles[ref.name] = replace(role, replicas=replicas, elastic=elastic, restart=restart)

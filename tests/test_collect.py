@@ -1,0 +1,136 @@
+"""Checkpoints, and what is deleted when: nothing that anyone may still need."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rolecall.runtime.objects import FolderObjects, Objects, StoreError
+from rolecall.runtime.store import PolicyStore
+
+from .stores import Killed, adapter, contents, dying_at, opened
+
+
+def test_a_checkpoint_comes_back_whole(store: PolicyStore):
+    assert store.latest_checkpoint() is None
+    epoch = store.take_epoch()
+    for step in (9, 10):
+        store.save_checkpoint({"adapter": bytes([step]), "optimizer": b"m, v"}, step=step, epoch=epoch)
+    assert store.latest_checkpoint() == (10, {"adapter": b"\n", "optimizer": b"m, v"})
+    with pytest.raises(StoreError, match="has saved step 10 already"):
+        store.save_checkpoint({"adapter": b""}, step=10, epoch=epoch)
+
+
+def test_a_half_saved_checkpoint_does_not_count(objects: Objects, tmp_path: Path):
+    trainer = opened(objects, tmp_path)
+    epoch = trainer.take_epoch()
+    trainer.save_checkpoint({"a": b"1", "b": b"1"}, step=1, epoch=epoch)
+    for request in range(6):  # HEAD, the manifest, two files, HEAD, the manifest
+        with pytest.raises(Killed):
+            opened(objects, tmp_path, dying_at(request)).save_checkpoint(
+                {"a": b"2", "b": b"2"}, step=2, epoch=1
+            )
+        assert trainer.latest_checkpoint() == (1, {"a": b"1", "b": b"1"})
+    trainer.save_checkpoint({"a": b"3", "b": b"3"}, step=2, epoch=epoch)
+    assert trainer.latest_checkpoint() == (2, {"a": b"3", "b": b"3"})
+
+
+def test_a_checkpoint_saved_after_its_trainer_was_overtaken_does_not_count(objects: Objects, tmp_path: Path):
+    new = opened(objects, tmp_path)
+    old_epoch = new.take_epoch()
+
+    def overtake(method: str, key: str) -> None:
+        if method == "put" and key.endswith("manifest.json"):
+            new.save_checkpoint({"by": b"new"}, step=250, epoch=new.take_epoch())
+
+    opened(objects, tmp_path, overtake).save_checkpoint({"by": b"old"}, step=300, epoch=old_epoch)
+    assert new.latest_checkpoint() == (250, {"by": b"new"})
+
+
+def test_a_damaged_checkpoint_is_named(store: PolicyStore, objects: Objects):
+    store.save_checkpoint({"a": b"1"}, step=1, epoch=store.take_epoch())
+    objects.put("checkpoints/step-000001/e1/a", b"damaged")
+    with pytest.raises(StoreError, match=r"checkpoints/step-000001/e1/a in .* expected SHA-256"):
+        store.latest_checkpoint()
+
+
+def test_collect_keeps_what_is_needed(objects: Objects, tmp_path: Path):
+    trainer = opened(objects, tmp_path)
+    trainer.collect(keep=0)
+    epoch = trainer.take_epoch()
+    trainer.collect(keep=0)
+    for version in range(6):
+        trainer.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+    objects.put("policy/v000002/left-by-an-upload-that-died", b"")
+    objects.put("policy/v000006/on-its-way", b"")
+    for step in (10, 20, 30, 40):
+        trainer.save_checkpoint({"a": b""}, step=step, epoch=epoch)
+    objects.put("checkpoints/step-000035/e1/died", b"")
+    objects.put("checkpoints/step-000050/e1/on-its-way", b"")
+    trainer.collect(keep=2, keep_checkpoints=2)
+    assert {key.split("/")[1] for key in objects.list("policy/v")} == {
+        "v000003",
+        "v000004",
+        "v000005",
+        "v000006",
+    }
+    assert {key.split("/")[1] for key in objects.list("checkpoints/")} == {
+        "step-000030",
+        "step-000040",
+        "step-000050",
+    }
+    with pytest.raises(StoreError, match="has no version 2"):
+        opened(objects, tmp_path / "elsewhere").fetch(2)
+    trainer.collect(keep=0, keep_checkpoints=1)
+    assert contents(trainer.fetch(5)) == adapter("5")
+    assert trainer.latest_checkpoint() == (40, {"a": b""})
+
+
+@pytest.mark.parametrize(("keep", "keep_checkpoints"), [(-1, 2), (0, 0)])
+def test_collect_never_takes_the_newest(store: PolicyStore, keep: int, keep_checkpoints: int):
+    with pytest.raises(ValueError, match="at least 0 and 1"):
+        store.collect(keep=keep, keep_checkpoints=keep_checkpoints)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("publish"), st.integers(1, 3)),
+    st.tuples(st.just("die while publishing"), st.integers(0, 6)),
+    st.tuples(st.just("restart"), st.just(0)),
+    st.tuples(st.just("collect"), st.integers(0, 3)),
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(actions=st.lists(ACTIONS, max_size=12))
+def test_whatever_happens_published_versions_stay_whole(actions: list[tuple[str, int]]):
+    with tempfile.TemporaryDirectory() as folder:
+        objects = FolderObjects(Path(folder) / "objects")
+        trainer, reader = opened(objects, Path(folder)), opened(objects, Path(folder) / "elsewhere")
+        epoch, newest = trainer.take_epoch(), -1
+        published: dict[int, dict[str, bytes]] = {}
+        for number, (action, count) in enumerate(actions):
+            files = adapter(f"action {number}")
+            if action == "publish":
+                newest += count
+                trainer.publish(files, version=newest, step=newest, epoch=epoch)
+                published[newest] = files
+            elif action == "die while publishing":
+                dying = opened(objects, Path(folder), dying_at(min(count, 5)))
+                with pytest.raises(Killed):
+                    dying.publish(files, version=newest + 1, step=0, epoch=epoch)
+                epoch = trainer.take_epoch()
+            elif action == "restart":
+                epoch = trainer.take_epoch()
+            else:
+                trainer.collect(keep=count)
+                published = {
+                    version: files for version, files in published.items() if version >= newest - count
+                }
+                assert all(int(key[8:14]) >= newest - count for key in objects.list("policy/v"))
+            head = reader.head()
+            assert (head.version if head else -1) == newest
+            for version, files in published.items():
+                assert contents(reader.fetch(version)) == files

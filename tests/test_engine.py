@@ -1,0 +1,285 @@
+"""TransformersEngine against a plain transformers and peft forward of the very same tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from rolecall.actors.engines import Request, Sample, Sampling
+from rolecall.actors.engines.transformers import TransformersEngine
+from rolecall.actors.model import AdapterError, adapter_files, add_lora, load_model, load_tokenizer
+from rolecall.actors.tiny.problems import held_out
+from rolecall.runtime.errors import Unrecoverable
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 448,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "initializer_range": 0.3,
+}
+WIDE: dict[str, Any] = SMALL | {"intermediate_size": 64, "max_position_embeddings": 256}
+GROUPED: dict[str, Any] = WIDE | {"num_key_value_heads": 2}
+CONFIGS = {
+    "qwen2": Qwen2Config(**GROUPED),
+    "gpt_neox": GPTNeoXConfig(**WIDE),
+    "gemma": GemmaConfig(**GROUPED, head_dim=8),
+    "gpt2": GPT2Config(**SMALL),  # Conv1D layers, learned positions
+    "mistral": MistralConfig(**GROUPED, sliding_window=8),  # the prompts are longer than the window
+    "bloom": BloomConfig(**SMALL),  # takes no position_ids
+}
+
+
+def fresh(name: str) -> PreTrainedModel:
+    """The same weights every time."""
+    if name == "tiny":
+        return load_model("tiny", device="cpu", dtype="float32")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval().requires_grad_(False)
+
+
+def adapter(name: str, folder: Path, seed: int, *, rank: int = 4, std: float = 0.1) -> Path:
+    """Write a LoRA that changes the model visibly."""
+    lora = add_lora(fresh(name), rank=rank, alpha=2 * rank, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter_name, parameter in lora.named_parameters():
+        if "lora_B" in parameter_name:
+            parameter.data.normal_(std=std, generator=generator)
+    folder.mkdir()
+    for file, content in adapter_files(lora).items():
+        (folder / file).write_bytes(content)
+    return folder
+
+
+def engine_under(name: str, folder: Path) -> TransformersEngine:
+    engine = TransformersEngine(fresh(name), load_tokenizer("tiny"))
+    engine.load(1, "one", folder)
+    return engine
+
+
+def group(engine: TransformersEngine, prompts: int, size: int, seed: int = 100) -> list[Request]:
+    ids = [engine.encode(problem.text) for problem in held_out(prompts) for _ in range(size)]
+    return [Request(prompt, seed + place) for place, prompt in enumerate(ids)]
+
+
+def reference(name: str, folder: Path, request: Request, sample: Sample, temperature: float) -> list[float]:
+    """Log-probs of the sampled tokens: peft's own forward of prompt and completion, alone and without a cache."""
+    model = PeftModel.from_pretrained(fresh(name), str(folder)).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([request.prompt_ids + sample.ids]), use_cache=False).logits[0]
+    expected = torch.log_softmax(logits[len(request.prompt_ids) - 1 : -1].float() / temperature, dim=-1)
+    return expected[range(len(sample.ids)), sample.ids].tolist()
+
+
+def assert_same(ones: list[Sample], others: list[Sample]) -> None:
+    assert [(s.ids, s.finish_reason, s.text) for s in ones] == [
+        (s.ids, s.finish_reason, s.text) for s in others
+    ]
+    for one, other in zip(ones, others, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny", *CONFIGS])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_plain_forward_before_and_after_swaps(
+    name: str, temperature: float, tmp_path: Path
+) -> None:
+    one, two = adapter(name, tmp_path / "one", 1), adapter(name, tmp_path / "two", 2)
+    engine = engine_under(name, one)
+    requests = group(engine, prompts=2, size=2)
+    sampled = []
+    for version, folder in [(1, one), (2, two), (3, one)]:
+        engine.load(version, folder.name, folder)
+        assert (engine.version, engine.digest) == (version, folder.name)
+        samples = engine.generate(requests, Sampling(temperature=temperature, max_tokens=12))
+        for request, sample in zip(requests, samples, strict=True):
+            expected = reference(name, folder, request, sample, temperature)
+            assert sample.logprobs == pytest.approx(expected, abs=1e-4)
+        sampled.append(samples)
+    assert sampled[0] == sampled[2]  # to the last bit: swaps leave nothing behind
+    assert sampled[0] != sampled[1]
+
+
+@pytest.mark.parametrize("name", ["tiny", *CONFIGS])
+def test_batch_of_different_lengths_equals_one_by_one_in_any_order(name: str, tmp_path: Path) -> None:
+    engine = engine_under(name, adapter(name, tmp_path / "one", 1))
+    requests = group(engine, prompts=4, size=3)
+    assert len({len(request.prompt_ids) for request in requests}) > 1
+    sampling = Sampling(max_tokens=24)
+    together = engine.generate(requests, sampling)
+    alone = [engine.generate([request], sampling)[0] for request in requests]
+    assert_same(together, alone)
+    assert_same(together[::-1], engine.generate(requests[::-1], sampling))
+
+
+def test_fewer_tokens_are_the_start_of_more(tmp_path: Path) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1))
+    requests = group(engine, prompts=2, size=2)
+    few = engine.generate(requests, Sampling(max_tokens=3))
+    many = engine.generate(requests, Sampling(max_tokens=40))
+    assert [sample.ids for sample in few] == [sample.ids[:3] for sample in many]
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2", "gpt_neox", "gemma", "mistral"])
+def test_greedy_is_generate(name: str, tmp_path: Path) -> None:
+    folder = adapter(name, tmp_path / "one", 1)
+    engine = engine_under(name, folder)
+    model: Any = PeftModel.from_pretrained(fresh(name), str(folder)).eval()
+    for request in group(engine, prompts=4, size=1):
+        prompt = torch.tensor([request.prompt_ids])
+        with torch.inference_mode():
+            expected = model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=24,
+                eos_token_id=1,
+                pad_token_id=0,
+            )[0, prompt.shape[1] :].tolist()
+        sample = engine.generate([request], Sampling(temperature=0, max_tokens=24))[0]
+        assert sample.ids == expected
+        assert sample.logprobs == pytest.approx(reference(name, folder, request, sample, 1.0), abs=1e-4)
+
+
+def test_tokens_come_as_often_as_their_probability_says(tmp_path: Path) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1, std=0.0))
+    prompt = engine.encode("Ann has 12 pens,")
+    count = 4000
+    samples = engine.generate([Request(prompt, seed) for seed in range(count)], Sampling(max_tokens=1))
+    with torch.inference_mode():
+        logits = fresh("tiny")(input_ids=torch.tensor([prompt])).logits[0, -1]
+    seen = Counter(sample.ids[0] for sample in samples)
+    assert len(seen) > 20
+    for token, share in enumerate(torch.softmax(logits, dim=-1).tolist()):
+        deviation = (count * share * (1 - share)) ** 0.5
+        assert abs(seen[token] - count * share) < 4.5 * deviation + 1
+
+
+def test_every_end_token_stops_and_the_limit_cuts_off(tmp_path: Path) -> None:
+    folder = adapter("tiny", tmp_path / "one", 1, std=0.0)
+    tokenizer = load_tokenizer("tiny")
+    newline = tokenizer("\n")["input_ids"][0]
+    requests = group(engine_under("tiny", folder), prompts=8, size=4)
+    plain = engine_under("tiny", folder).generate(requests, Sampling(max_tokens=20))
+    assert {sample.finish_reason for sample in plain} == {"stop", "length"}
+    for sample in plain:
+        stopped = sample.finish_reason == "stop"
+        assert (sample.ids[-1] == 1) == stopped
+        assert 1 not in sample.ids[:-1]
+        assert stopped or len(sample.ids) == 20
+        assert len(sample.logprobs) == len(sample.ids)
+        assert sample.text == tokenizer.decode(sample.ids[: -1 if stopped else None])
+
+    model = fresh("tiny")
+    model.generation_config.eos_token_id = [1, newline]
+    engine = TransformersEngine(model, tokenizer)
+    engine.load(1, "", folder)
+    ends = Counter(sample.ids[-1] for sample in engine.generate(requests, Sampling(max_tokens=64)))
+    assert set(ends) == {1, newline}
+
+
+def test_an_adapter_with_fewer_layers_leaves_the_others_as_the_base_has_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    full, part = adapter("tiny", tmp_path / "full", 1), adapter("tiny", tmp_path / "part", 2)
+    file = part / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "q_proj" in name}, file)
+    engine, swapped = engine_under("tiny", part), engine_under("tiny", full)
+    swapped.load(2, "", part)
+    requests = group(engine, prompts=2, size=2)
+    assert swapped.generate(requests, Sampling(max_tokens=8)) == engine.generate(
+        requests, Sampling(max_tokens=8)
+    )
+
+
+def test_16_bits_keep_the_adapter_beside_the_weights(tmp_path: Path) -> None:
+    """B·A far below bfloat16's rounding of W still acts, and swaps (another rank, too) leave nothing behind."""
+    small, other = (
+        adapter("tiny", tmp_path / "small", 1, std=1e-3),
+        adapter("tiny", tmp_path / "other", 2, rank=2),
+    )
+    model = load_model("tiny", device="cpu", dtype="bfloat16")
+    plain: Any = model.get_submodule("model.layers.0.self_attn.q_proj")
+    weight = plain.weight.clone()
+    engine = TransformersEngine(model, load_tokenizer("tiny"))
+    requests = group(engine, prompts=2, size=2)
+    sampled = []
+    for version, folder in [(1, small), (2, other), (3, small)]:
+        engine.load(version, "", folder)
+        sampled.append(engine.generate(requests, Sampling(max_tokens=12)))
+    assert sampled[0] == sampled[2] != sampled[1]
+    layer: Any = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert torch.equal(layer.base_layer.weight, weight)
+    states = torch.ones(1, weight.shape[1], dtype=torch.bfloat16)
+    assert not torch.equal(layer.lora_B["default"].weight, torch.zeros_like(layer.lora_B["default"].weight))
+    wide = layer.scaling["default"] * layer.lora_B["default"](layer.lora_A["default"](states.float()))
+    assert 0 < wide.abs().max() < 0.05
+    for request, sample in zip(requests, sampled[0], strict=True):
+        assert sample.logprobs == pytest.approx(reference("tiny", small, request, sample, 1.0), abs=0.25)
+
+
+def test_the_base_is_never_sampled_in_silence(tmp_path: Path) -> None:
+    engine = TransformersEngine(fresh("tiny"), load_tokenizer("tiny"))
+    assert (engine.version, engine.digest) == (-1, "")
+    with pytest.raises(AdapterError, match="no adapter is loaded"):
+        engine.generate([Request([5, 6], 0)], Sampling(max_tokens=1))
+
+
+def test_a_refused_adapter_leaves_the_old_one_in_place(tmp_path: Path) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1))
+    requests = group(engine, prompts=1, size=2)
+    before = engine.generate(requests, Sampling(max_tokens=8))
+    with pytest.raises(AdapterError, match="shapes"):
+        engine.load(2, "two", adapter("qwen2", tmp_path / "two", 1))
+    assert (engine.version, engine.digest) == (1, "one")
+    assert engine.generate(requests, Sampling(max_tokens=8)) == before
+
+
+def test_logprobs_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1, std=1e37))
+    with pytest.raises(AdapterError, match="version 1 gives log-probs that are not finite"):
+        engine.generate(group(engine, prompts=1, size=2), Sampling(max_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "message"),
+    [
+        ([], Sampling(max_tokens=4), "no tokens"),
+        ([5] * 500, Sampling(max_tokens=64), "more than the 512 positions"),
+        ([5], Sampling(max_tokens=0), "max_tokens 0"),
+        ([5], Sampling(max_tokens=4, temperature=-1.0), "temperature -1.0"),
+        ([5], Sampling(max_tokens=4, temperature=float("nan")), "temperature nan"),
+    ],
+)
+def test_what_can_never_be_sampled_is_unrecoverable(
+    ids: list[int], sampling: Sampling, message: str, tmp_path: Path
+) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1))
+    with pytest.raises(Unrecoverable, match=message) as caught:
+        engine.generate([Request([5, 6], 0), Request(ids, 1)], sampling)
+    assert caught.value.exit_code == 2
+
+
+def test_no_requests_no_samples(tmp_path: Path) -> None:
+    assert (
+        engine_under("tiny", adapter("tiny", tmp_path / "one", 1)).generate([], Sampling(max_tokens=4)) == []
+    )
