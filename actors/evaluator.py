@@ -64,8 +64,10 @@ class Evaluator(Actor):
         self.engine: Engine = load_engine(self.model)
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.file: Path = self.context.folder / "eval.jsonl"
-        lines = self.file.read_bytes().splitlines() if self.file.exists() else []
-        done = [msgspec.json.decode(line, type=Evaluation) for line in lines]
+        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]  # a kill may have cut the last one short
+        self.file.write_bytes(b"".join(whole))
+        done = [msgspec.json.decode(line, type=Evaluation) for line in whole]
         self.next_step = done[-1].step + self.every if done else 0
         self.finished = any(evaluation.final for evaluation in done)
 
@@ -75,23 +77,25 @@ class Evaluator(Actor):
         head = self.store.head()
         if head is None or not (head.final or head.step >= self.next_step):
             return self.poll_s
-        self.engine.load(head.version, head.digest, self.store.fetch(head.version))
-        evaluation = self._evaluate(head)
+        # The first version is what the run is measured against, however far the trainer is by now.
+        policy = head if self.next_step else self.store.policy(0)
+        self.engine.load(policy.version, policy.digest, self.store.fetch(policy.version))
+        evaluation = self._evaluate(policy)
         with self.file.open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
-        self.report(step=head.step, accuracy=evaluation.accuracy, greedy=evaluation.greedy)
-        self.next_step = head.step + self.every
-        self.finished = head.final
+        self.report(step=policy.step, accuracy=evaluation.accuracy, greedy=evaluation.greedy)
+        self.next_step = policy.step + self.every
+        self.finished = policy.final
         return 0.0
 
-    def _evaluate(self, head: PolicyVersion) -> Evaluation:
+    def _evaluate(self, policy: PolicyVersion) -> Evaluation:
         return Evaluation(
-            version=head.version,
-            step=head.step,
+            version=policy.version,
+            step=policy.step,
             time=time.time(),
             accuracy=self._accuracy(self.sampling),
             greedy=self._accuracy(Sampling(temperature=0.0, max_tokens=self.sampling.max_tokens)),
-            final=head.final,
+            final=policy.final,
         )
 
     def _accuracy(self, sampling: Sampling) -> float:

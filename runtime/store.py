@@ -236,7 +236,7 @@ class PolicyStore:
     def collect(self, *, keep: int, keep_checkpoints: int = 2) -> None:
         """Delete versions more than `keep` behind HEAD's, and checkpoints but the newest `keep_checkpoints`.
 
-        Uploads that were never finished go with the versions or checkpoints of their age. Lists the store.
+        Version 0 stays: it is what a run is measured against. Uploads that were never finished go with the versions or checkpoints of their age. Lists the store.
         """
         if keep < 0 or keep_checkpoints < 1:
             raise ValueError(
@@ -245,7 +245,7 @@ class PolicyStore:
         head = self._fence.read()
         if head and head.version is not None:
             found = [(key, _POLICY.fullmatch(key)) for key in self._objects.list("policy/")]
-            self._delete(key for key, at in found if at and int(at[1]) < head.version - keep)
+            self._delete(key for key, at in found if at and 0 < int(at[1]) < head.version - keep)
         checkpoints = self._checkpoints()
         folders, kept = list(checkpoints), _complete(checkpoints)[-keep_checkpoints:]
         for folder in folders[: folders.index(kept[-1])] if kept else ():

@@ -49,11 +49,8 @@ class Command:
 
     def processes(self) -> list[int]:
         """Every live process that this command started, however far removed."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and self._is_ours(entry):
-                found.append(int(entry.name))
-        return found
+        entries = Path("/proc").iterdir()
+        return [int(entry.name) for entry in entries if entry.name.isdigit() and self._is_ours(entry)]
 
     def _is_ours(self, entry: Path) -> bool:
         try:

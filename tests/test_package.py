@@ -55,5 +55,7 @@ def test_every_package_folder_is_listed():
 def test_the_command_and_the_extras_are_there():
     (script,) = entry_points(group="console_scripts", name="rolecall")
     assert script.value == "rolecall.runtime.cli:main"
-    extras = {line.split("extra == ")[1].strip("\"'") for line in requires("rolecall") or [] if "extra ==" in line}
+    extras = {
+        line.split("extra == ")[1].strip("\"'") for line in requires("rolecall") or [] if "extra ==" in line
+    }
     assert extras == {"vllm", "hub", "test"}

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from rolecall.runtime.runs import RunFolder
 
 from .commands import Command, lines, until
@@ -88,7 +87,7 @@ def test_sync_goes_on_after_kills_of_a_worker_and_of_the_trainer(tmp_path: Path)
         until(lambda at_step=at_step: len(lines(folder / "metrics.jsonl")) >= at_step)
         actor = next(actor for actor in RunFolder(folder).status() if actor.name == role)
         os.kill(actor.pid, signal.SIGKILL)
-    code, out, err = command.finish()
+    code, _, err = command.finish()
     assert code == 0, err
     metrics = _check_ledger(folder, 8, 8)
     assert {line["staleness/max"] for line in metrics} == {0}

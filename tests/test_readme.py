@@ -1,0 +1,142 @@
+"""Every block of the README runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rolecall.actors.tiny import BASE
+from rolecall.actors.tiny.problems import held_out, training
+
+from .commands import Command, lines, until
+from .s3 import S3Server
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
+
+
+def _commands() -> list[str]:
+    """Each command of each sh block, on one line, without its comment."""
+    text = "\n".join(body for kind, body in BLOCKS if kind == "sh").replace("\\\n", " ")
+    return [
+        re.sub(r"\s+", " ", line.partition(" #")[0]).strip() for line in text.splitlines() if line.strip()
+    ]
+
+
+def _arguments(start: str) -> list[str]:
+    """The arguments of the README's one command that starts so."""
+    (command,) = [command for command in _commands() if command.startswith(start)]
+    return command.removeprefix("rolecall ").split()
+
+
+def _run(arguments: list[str], folder: Path) -> str:
+    code, out, err = Command(arguments, folder).finish(180)
+    assert code == 0, err
+    return out
+
+
+def test_every_command_is_run_by_a_test_below():
+    tested = re.findall(r'_arguments\("(.*?)"\)', Path(__file__).read_text())
+    left = [c for c in _commands() if not any(c.startswith(start) for start in tested)]
+    assert left == [
+        "pip install -e . && rolecall run async_grpo",
+        'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
+        'pip install -e ".[test]" && pytest',
+    ]
+
+
+def test_the_test_line_is_what_ci_runs():
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert 'pip install --quiet -e ".[test]" && tests/check && pytest' in ci
+
+
+def test_the_first_line_and_the_sample(tmp_path: Path):
+    out = _run(["run", "async_grpo"], tmp_path)
+    ((before, after),) = re.findall(r"held-out accuracy (0\.\d+) → (0\.\d+|1\.00) in", out)
+    assert float(before) <= 0.40 and float(after) >= 0.85
+    line = next(line for line in out.splitlines() if line.startswith("try it: "))
+    program, *arguments = re.findall(r'"[^"]*"|\S+', line.removeprefix("try it: "))
+    assert program == "rolecall"
+    out = _run([argument.strip('"') for argument in arguments], tmp_path)
+    assert "base" in out and "trained" in out
+
+
+def test_a_live_run_from_another_terminal(tmp_path: Path):
+    command = Command(["run", "async_grpo", "--set", "steps=1000"], tmp_path)
+    until(lambda: lines(command.run_folder() / "metrics.jsonl"))
+    assert "trainer" in _run(_arguments("rolecall ps"), tmp_path)
+    _run(_arguments("rolecall stop"), tmp_path)
+    assert command.finish(60)[0] == 130
+
+
+def test_show_and_diff(tmp_path: Path):
+    assert "RolloutWorker" in _run(_arguments("rolecall show"), tmp_path)
+    assert "+ buffer: Buffer" in _run(_arguments("rolecall diff"), tmp_path)
+
+
+def test_sync_with_settings(tmp_path: Path):
+    assert "in 5 steps" in _run(_arguments("rolecall run sync_grpo"), tmp_path)
+
+
+def test_files_of_ones_own(tmp_path: Path):
+    for kind, body in BLOCKS:
+        if kind == "python":
+            name = re.match(r"# (\w+\.py)\n", body)
+            assert name, "each python block begins with its file's name"
+            (tmp_path / name[1]).write_text(body)
+    assert "in 5 steps" in _run(_arguments("rolecall run async_grpo --set reward=short.py"), tmp_path)
+    assert "in 5 steps" in _run(_arguments("rolecall run diary.py"), tmp_path)
+    (diary,) = tmp_path.glob("runs/diary-*/diary.txt")
+    assert "version 5" in diary.read_text() or "step 5" in diary.read_text()
+
+
+def test_a_model_and_data_of_ones_own(tmp_path: Path):
+    import msgspec
+
+    shutil.copytree(BASE, tmp_path / "my-model")
+    for name, problems in (("train", training(0)), ("test", held_out(8))):
+        rows = [{"question": p.text, "answer": p.answer} for p, _ in zip(problems, range(8), strict=False)]
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    out = _run(_arguments("rolecall run async_grpo --set model=./my-model"), tmp_path)
+    assert "in 2 steps" in out
+
+
+def test_another_machine_joins(tmp_path: Path, s3_server: S3Server):
+    def real(argument: str) -> str:
+        return argument.replace("my-bucket", s3_server.bucket).replace("0.0.0.0:8700", "127.0.0.1:0")
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    started = [real(argument) for argument in _arguments("rolecall run async_grpo --set store=s3")]
+    run = Command(
+        [*started, "--set", "steps=12", "--set", "rollout_workers=0"], here, s3_server.environment()
+    )
+    events = run.run_folder() / "events.jsonl"
+    url = until(lambda: [event["url"] for event in lines(events) if "url" in event])[0]
+    shutil.copy(run.run_folder() / "token", there / "token")
+    joined = [
+        argument.replace("http://trainer.example:8700", url) for argument in _arguments("rolecall join")
+    ]
+    join = Command(joined, there, s3_server.environment())
+    code, _, err = run.finish(180)
+    assert code == 0, err
+    assert join.finish(60)[0] == 0
+
+
+def test_the_python_blocks_pass_the_type_checker(tmp_path: Path):
+    subprocess.run([ROOT / "tests" / "setup"], check=True)
+    for number, (kind, body) in enumerate(BLOCKS):
+        if kind == "python":
+            (tmp_path / f"block{number}.py").write_text(body)
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT / ".dev"}"]}}')
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
