@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from ..runtime import Actor, NotYet, Ref, idempotent
+from ..runtime import Actor, NotYet, Ref, Unrecoverable, idempotent
 from ..runtime.store import Store, StoreError
 from .prompts import PromptSource
 from .types import Batch, Group
@@ -47,7 +47,7 @@ class Buffer(Actor):
 
     A group is refused, and counted by reason, when it is `stale`, a `duplicate` (its id was delivered
     before), or `unknown` (its version and digest are not a published pair: the worker samples something else
-    than it says). Stale and unknown ones go back to the prompt source to be sampled again.
+    than it says). The worker says which of its groups were taken; the prompts of the others are lent again.
     """
 
     http: ClassVar = {"POST /v1/groups": "put", "GET /v1/batch": "take"}
@@ -80,8 +80,6 @@ class Buffer(Actor):
         refusal = self._refusal(group)
         if refusal:
             self._count({refusal: 1})
-            if refusal != "duplicate":
-                self.prompts.ask(PromptSource.give_back, [group.id])
             return refusal
         if self._find(group.id) is not None:
             return "accepted"  # sent again because the answer was lost
@@ -96,7 +94,14 @@ class Buffer(Actor):
         """As GroupSource says; the groups with the oldest policy first.
 
         A batch without groups means that stale ones were dropped and there were too few left: ask again.
+        Raises Unrecoverable (exit code 2) for more groups than it can hold.
         """
+        if groups > self.capacity:
+            raise Unrecoverable(
+                f"a buffer of {self.capacity} groups can never give {groups} at once: set its capacity to at least "
+                f"{groups}",
+                exit_code=2,
+            )
         self.record.version = version
         self._forget(durable)
         if step not in self._handed:
@@ -116,11 +121,14 @@ class Buffer(Actor):
             return "" if same == group else "duplicate"
         if self._was_trained(group.id):
             return "duplicate"
+        if self._is_stale(group):  # first, for the manifests of old versions are gone
+            return "stale"
         if self._digest(group.version) != group.digest:
             return "unknown"
-        if self.record.version - group.version > self.max_staleness:
-            return "stale"
         return ""
+
+    def _is_stale(self, group: Group) -> bool:
+        return self.record.version - group.version > self.max_staleness
 
     def _find(self, id: int) -> Group | None:
         if id in self._waiting:
@@ -136,11 +144,7 @@ class Buffer(Actor):
         return self._digests[version]
 
     def _drop_stale(self) -> bool:
-        stale = [
-            group.id
-            for group in self._waiting.values()
-            if self.record.version - group.version > self.max_staleness
-        ]
+        stale = [group.id for group in self._waiting.values() if self._is_stale(group)]
         if stale:
             # In this order a kill in between counts or returns a group twice, which harms nobody, but never
             # loses one: a prompt that is neither here nor with its source would starve the run.

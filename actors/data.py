@@ -16,6 +16,8 @@ __all__ = ["Dataset", "Row", "load_dataset"]
 
 Row = tuple[str, str]
 
+_CONNECT_TIMEOUT_S = 5.0
+
 
 class Dataset(Protocol):
     """An endless, seeded sequence of rows: row i is the same whenever and wherever it is asked for."""
@@ -42,8 +44,16 @@ def load_dataset(name: str, *, seed: int) -> Dataset:
 
 
 def load_rows(name: str, count: int) -> list[Row]:
-    """The first `count` rows of a data set to evaluate on; for "tiny" the held-out problems."""
+    """The first `count` rows of a data set to evaluate on, or all there are; for "tiny" the held-out problems.
+
+    Raises Unrecoverable (exit code 2) as `load_dataset` does, and for more held-out problems than there are.
+    """
     if name == "tiny":
+        if count > problems.HELD_OUT:
+            raise Unrecoverable(
+                f"{count} problems to evaluate on were asked for; tiny has {problems.HELD_OUT}: ask for fewer",
+                exit_code=2,
+            )
         return [(problem.text, problem.answer) for problem in problems.held_out(count)]
     dataset = load_dataset(name, seed=0)
     assert isinstance(dataset, _Shuffled)
@@ -77,9 +87,13 @@ class _Shuffled:
 
 def _read_jsonl(path: Path) -> list[Row]:
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").split("\n")  # splitlines would cut at U+2028, which JSON allows
     except OSError as error:
-        raise Unrecoverable(f"can't read the data set {path}: {error.strerror}", exit_code=2) from error
+        raise Unrecoverable(
+            f"can't read the data set {path}: {error.strerror}; check the path", exit_code=2
+        ) from error
+    except UnicodeDecodeError as error:
+        raise Unrecoverable(f"the data set {path} is not UTF-8: {error}", exit_code=2) from error
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -87,7 +101,9 @@ def _read_jsonl(path: Path) -> list[Row]:
             try:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
-                raise Unrecoverable(f"{where} is not JSON: {error}", exit_code=2) from error
+                raise Unrecoverable(
+                    f"{where} is not JSON ({error}): give one object a line", exit_code=2
+                ) from error
             rows.append(_row(values, where))
     return rows
 
@@ -104,6 +120,7 @@ def _read_hub(name: str) -> list[Row]:
         ) from error
     repository, _, rest = name.partition(":")
     config, _, split = rest.partition(":")
+    _stay_offline_without_network()
     try:
         table = datasets.load_dataset(repository, config or None, split=split or "train")
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
@@ -114,6 +131,20 @@ def _read_hub(name: str) -> list[Row]:
             exit_code=2,
         ) from error
     return [_row(row, f"row {number} of {name}") for number, row in enumerate(table)]
+
+
+def _stay_offline_without_network() -> None:
+    """Else the hub's client would retry for half a minute before it looked into its cache."""
+    import datasets.config
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_CONNECT_TIMEOUT_S)
+    except httpx.HTTPError:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def _row(values: object, where: str) -> Row:

@@ -58,18 +58,22 @@ class Evaluator(Actor):
         self.reward, self.weights, self.poll_s = reward, weights, poll_s
 
     def on_start(self) -> None:
-        from .engines.transformers import load_engine
-
         self.rows = load_rows(self.dataset, self.problems)
-        self.engine: Engine = load_engine(self.model)
+        self.engine = self._load_engine()
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.file: Path = self.context.folder / "eval.jsonl"
         lines = self.file.read_bytes().splitlines(keepends=True) if self.file.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]  # a kill may have cut the last one short
-        self.file.write_bytes(b"".join(whole))
+        if whole != lines:
+            self.file.write_bytes(b"".join(whole))
         done = [msgspec.json.decode(line, type=Evaluation) for line in whole]
         self.next_step = done[-1].step + self.every if done else 0
         self.finished = any(evaluation.final for evaluation in done)
+
+    def _load_engine(self) -> Engine:
+        from .engines.transformers import load_engine
+
+        return load_engine(self.model)
 
     def step(self) -> float | None:
         if self.finished:

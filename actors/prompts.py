@@ -17,19 +17,22 @@ __all__ = ["PromptSource"]
 
 
 class _Loan(msgspec.Struct):
-    """A prompt somebody works on, since `since` on this actor's clock."""
+    """A prompt somebody works on, since `since` on this actor's clock, as a part of lease number `lease`."""
 
     worker: str
+    lease: int
     since: float
 
 
 class _Ledger(msgspec.Struct):
     """Where every prompt of the run is: below `next` it is on loan, returned, or delivered as a group.
 
+    leases:  how many there have been.
     workers: the newest incarnation heard of each: what an older one still asks for would be lost.
     """
 
     next: int = 0
+    leases: int = 0
     workers: dict[str, int] = {}
     loans: dict[int, _Loan] = {}
     returned: list[int] = []
@@ -50,6 +53,9 @@ class PromptSource(Actor):
     Admission: a prompt is lent only if its group will be trained while at most max_staleness versions have
     come out since. So staleness is bounded by not starting work, not by throwing it away, which would throw
     away what is slow, that is, long. Nothing is lent before the first version is out.
+
+    With max_staleness=0 a group is of use to its own version only, so every version starts afresh: what was
+    not trained by then (the trainer went back to a checkpoint, a worker died with its groups) is lent again.
     """
 
     http: ClassVar = {"POST /v1/prompts": "next", "GET /v1/policy": "policy"}
@@ -68,6 +74,7 @@ class PromptSource(Actor):
     ) -> None:
         self.dataset, self.seed = dataset, seed
         self.groups_per_step, self.steps = groups_per_step, steps
+        self.max_staleness = max_staleness
         self.ahead_steps = publish_every * (1 + max_staleness)
         self.lease_s, self.clock = lease_s, clock
 
@@ -82,44 +89,57 @@ class PromptSource(Actor):
                 loan.since = self.clock()  # the clock may be another machine's
 
     @idempotent
-    def next(self, worker: str, incarnation: int, delivered: list[int], count: int, wait: bool) -> Lease:
+    def next(
+        self, worker: str, incarnation: int, lease: int, delivered: list[int], count: int, wait: bool
+    ) -> Lease:
         """Lend up to `count` prompts.
 
-        delivered: ids of groups the worker has handed over since it last asked. Whatever else it had is lent
-        anew: it died with the worker's last incarnation, or the lease never reached it.
+        lease: number of the last lease that reached the worker, 0 if none has since it started.
+        delivered: ids of that lease's groups that it has handed over. Whatever else is lent to it is lent
+        anew: it died with the worker's last incarnation, was refused, or is of a lease that never arrived.
         wait: keep the request until there is a prompt to lend; otherwise the lease may be empty.
         """
         ledger = self.ledger
         finished = ledger.step >= self.steps
         if incarnation < ledger.workers.get(worker, 0):
-            return Lease(prompts=[], version=ledger.version, finished=finished)
+            return Lease(number=0, prompts=[], version=ledger.version, finished=finished)
         ledger.workers[worker] = incarnation
         for id, loan in list(ledger.loans.items()):
             if loan.worker == worker:
                 del ledger.loans[id]
-                if id not in delivered:
+                if loan.lease != lease or id not in delivered:
                     ledger.returned.append(id)
         ids = self._admit(count)
         if not ids and wait and not finished:
             self._save()
             raise NotYet
+        ledger.leases += 1
         for id in ids:
-            ledger.loans[id] = _Loan(worker, self.clock())
+            ledger.loans[id] = _Loan(worker, ledger.leases, self.clock())
         self._save()
         prompts = [self._prompt(id) for id in ids]
-        return Lease(prompts=prompts, version=ledger.version, finished=finished)
+        return Lease(number=ledger.leases, prompts=prompts, version=ledger.version, finished=finished)
 
     @idempotent
     def give_back(self, ids: list[int]) -> None:
         """Groups with these ids were dropped: their prompts are to be sampled again."""
-        known = set(self.ledger.returned) | set(self.ledger.loans)
-        self.ledger.returned += [id for id in ids if id not in known and id < self.ledger.next]
+        ledger = self.ledger
+        for id in ids:
+            # A loan may be the dropped group's own, of which its worker has yet to say that it was delivered.
+            ledger.loans.pop(id, None)
+            if id < ledger.next and id not in ledger.returned:
+                ledger.returned.append(id)
         self._save()
 
     @idempotent
     def advance(self, step: int, version: int) -> None:
         """The trainer has published `version`, with the weights after `step` optimizer steps."""
-        self.ledger.step, self.ledger.version = step, version
+        ledger = self.ledger
+        if self.max_staleness == 0 and version > ledger.version:
+            ledger.next = step * self.groups_per_step
+            ledger.loans.clear()
+            ledger.returned.clear()
+        ledger.step, ledger.version = step, version
         self._save()
 
     @idempotent

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from ..runtime import Actor, Unrecoverable, idempotent
 from .types import Prompt
@@ -18,6 +18,7 @@ __all__ = ["Reward", "RewardFunction", "exact_match", "math_verify", "reward_fun
 
 RewardFunction = Callable[[Prompt, str], float]
 
+CHECK_TIMEOUT_S = 1
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
@@ -30,18 +31,21 @@ def exact_match(prompt: Prompt, completion: str) -> float:
 def math_verify(prompt: Prompt, completion: str) -> float:
     """1 if math-verify finds the completion's final answer equal to the reference, else 0.
 
-    It reads LaTeX and plain expressions. A check that takes longer than 5 s counts as wrong.
+    It reads LaTeX and plain expressions. Whatever takes longer than CHECK_TIMEOUT_S to read, or to compare,
+    counts as wrong. math-verify's time-outs are signals, so this works in a process's main thread only: there
+    a Reward's messages run.
     """
     from math_verify import parse, verify
 
-    return float(verify(_parse_gold(prompt.answer), parse(completion)))
+    given = parse(completion, parsing_timeout=CHECK_TIMEOUT_S)
+    return float(verify(_parse_gold(prompt.answer), given, timeout_seconds=CHECK_TIMEOUT_S))
 
 
 @lru_cache(maxsize=4096)
 def _parse_gold(answer: str) -> Any:
     from math_verify import parse
 
-    gold = parse(_reference(answer))
+    gold = parse(_reference(answer), parsing_timeout=CHECK_TIMEOUT_S)
     if not gold:
         raise ValueError(f"math-verify can't read the reference answer {answer!r}")
     return gold
@@ -62,7 +66,7 @@ def _number(text: str) -> float | str:
 def reward_function(name: str) -> RewardFunction:
     """exact_match, math_verify, or "file.py:function" with a function of (prompt, completion text).
 
-    Raises Unrecoverable (exit code 2) if there is no such function.
+    Raises Unrecoverable (exit code 2) if there is no such function or its file can't be loaded.
     """
     named = {"exact_match": exact_match, "math_verify": math_verify}
     if name in named:
@@ -76,9 +80,17 @@ def reward_function(name: str) -> RewardFunction:
             exit_code=2,
         )
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, function):
-        raise Unrecoverable(f"{file} has no function {function!r}", exit_code=2)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises
+        raise Unrecoverable(
+            f"the reward's file {file} can't be loaded: {type(error).__name__}: {error}", exit_code=2
+        ) from error
+    if not callable(getattr(module, function, None)):
+        known = ", ".join(
+            name for name, value in vars(module).items() if callable(value) and name[:1].isalpha()
+        )
+        raise Unrecoverable(f"{file} has no function {function!r}; it has: {known or 'none'}", exit_code=2)
     return getattr(module, function)
 
 
@@ -93,11 +105,14 @@ class Reward(Actor):
 
     def on_start(self) -> None:
         self.fn = reward_function(self.given) if isinstance(self.given, str) else self.given
-        if len(inspect.signature(self.fn).parameters) != 2:
+        try:
+            inspect.signature(self.fn).bind(None, "")
+        except TypeError as error:
             raise Unrecoverable(
-                f"reward function {self._name} must take two arguments, the prompt and the completion's text",
+                f"reward function {self._name} must take two arguments, the prompt and the completion's text: "
+                f"{error}",
                 exit_code=2,
-            )
+            ) from error
 
     @property
     def _name(self) -> str:
@@ -111,13 +126,12 @@ class Reward(Actor):
     def _score_one(self, prompt: Prompt, completion: str) -> float:
         try:
             value = self.fn(prompt, completion)
-            finite = math.isfinite(value)
         except Exception as error:  # whatever a user's function raises
             raise Unrecoverable(
                 f"reward function {self._name} raised {type(error).__name__}: {error}, on prompt {prompt.id} "
                 f"({prompt.text[:80]!r}) and completion {completion[:80]!r}: mend the function"
             ) from error
-        if not finite:
+        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
             raise Unrecoverable(
                 f"reward function {self._name} gave {value!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a "
                 "reward must be a finite number"

@@ -11,7 +11,7 @@ from .buffer import Buffer
 from .engines import Engine, Request, Sampling
 from .prompts import PromptSource
 from .reward import Reward
-from .types import Batch, Completion, Group, Lease, Prompt
+from .types import PATIENCE_S, Batch, Completion, Group, Lease, Prompt
 
 __all__ = ["RolloutWorker"]
 
@@ -20,7 +20,7 @@ class RolloutWorker(Actor):
     """Samples groups of completions.
 
     With a sink it works on its own: lease, sample, score, put. Without one it is a GroupSource: it samples
-    its share of a step when the trainer takes it.
+    its share of a step, one lease, when the trainer takes it.
 
     group_size: completions of one prompt. lease: prompts sampled at once (lease × group_size sequences).
     """
@@ -45,13 +45,17 @@ class RolloutWorker(Actor):
         self.prompts, self.reward, self.weights, self.sink = prompts, reward, weights, sink
 
     def on_start(self) -> None:
-        from .engines.transformers import load_engine
-
-        self.engine: Engine = load_engine(self.model)
+        self.engine = self._load_engine()
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.worker = f"{self.context.node}/{self.name}" if self.context.node else self.name
+        self._leased = 0
         self._delivered: list[int] = []
-        self._given: tuple[int, list[Group]] = (-1, [])
+        self._given: tuple[int, int, list[Group]] = (-1, -1, [])
+
+    def _load_engine(self) -> Engine:
+        from .engines.transformers import load_engine
+
+        return load_engine(self.model)
 
     def step(self) -> float | None:
         if self.sink is None:
@@ -64,28 +68,33 @@ class RolloutWorker(Actor):
         groups = self._sample(lease)
         sampled = time.monotonic()
         for group in groups:
-            self.sink.ask(Buffer.put, group)
-            self._delivered.append(group.id)
+            if self.sink.within(PATIENCE_S).ask(Buffer.put, group) in ("accepted", "duplicate"):
+                self._delivered.append(group.id)
         self._say(groups, lease_wait_s=leased - began, sample_s=sampled - leased, since=sampled)
         return 0.0
 
     @idempotent
     def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
-        """Sample whatever is admitted for this step, together with the other workers (see GroupSource)."""
-        if self._given[0] != step:
-            mine: list[Group] = []
-            while (lease := self._lease(wait=False)).prompts:
-                mine += self._sample(lease)
-                self._delivered = [group.id for group in mine]
-            self._given = step, mine
-        return Batch(groups=self._given[1], dropped={}, depth=0)
+        """Sample one lease of this step's prompts; the other workers sample the rest (see GroupSource).
+
+        A worker that died over it, or since, samples the same again: its prompts are still lent to it, and a
+        completion's draws depend on its prompt alone.
+        """
+        if self._given[:2] != (step, version):
+            self._given = step, version, self._sample(self._lease(wait=False))
+        return Batch(groups=self._given[2], dropped={}, depth=0)
 
     def _lease(self, *, wait: bool) -> Lease:
-        incarnation = self.context.incarnation
-        lease = self.prompts.ask(
-            PromptSource.next, self.worker, incarnation, self._delivered, self.lease, wait
+        lease = self.prompts.within(PATIENCE_S).ask(
+            PromptSource.next,
+            self.worker,
+            self.context.incarnation,
+            self._leased,
+            self._delivered,
+            self.lease,
+            wait,
         )
-        self._delivered = []
+        self._leased, self._delivered = lease.number, []
         return lease
 
     def _sample(self, lease: Lease) -> list[Group]:

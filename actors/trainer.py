@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..runtime import Actor, AskTimeout, Finished, Ref
+from ..runtime import Actor, Finished, Ref
 from ..runtime.store import Store
 from .buffer import GroupSource
 from .losses import GRPOLoss
 from .prompts import PromptSource
-from .types import Batch, Group
+from .types import PATIENCE_S, Batch, Group
+
+if TYPE_CHECKING:
+    from .learner import Learner
 
 __all__ = ["Trainer"]
-
-
-class _Progress(msgspec.Struct):
-    """The trainer's part of a checkpoint. version: the one its weights were, or will be, published as."""
-
-    step: int = 0
 
 
 class Trainer(Actor):
@@ -69,20 +66,10 @@ class Trainer(Actor):
         self.publish_every, self.checkpoint_every = publish_every, checkpoint_every
 
     def on_start(self) -> None:
-        from .learner import Learner
-
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.store.probe()
         self.epoch = self.store.take_epoch()
-        self.learner = Learner(
-            self.model,
-            rank=self.lora_rank,
-            alpha=self.lora_alpha,
-            lr=self.lr,
-            loss=self.loss,
-            temperature=self.temperature,
-            seed=self.seed,
-        )
+        self.learner = self._load_learner()
         self.metrics_file: Path = self.context.folder / "metrics.jsonl"
         self.done = self.durable = 0
         checkpoint = self.store.latest_checkpoint()
@@ -100,6 +87,19 @@ class Trainer(Actor):
             self._publish(-1 if head is None else head.version)
         self.began_waiting = time.monotonic()
         self.publish_s = 0.0  # of the step before: a step's line is written before its version is published
+
+    def _load_learner(self) -> Learner:
+        from .learner import Learner
+
+        return Learner(
+            self.model,
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            lr=self.lr,
+            loss=self.loss,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
 
     def step(self) -> float | None:
         if self.done >= self.steps:
@@ -121,15 +121,9 @@ class Trainer(Actor):
         return 0.0
 
     def _take(self) -> Batch:
-        """The groups of the next step; without groups if there are none yet."""
-        try:
-            parts = self.groups.ask_each(
-                GroupSource.take, self.done + 1, self.batch, self.version, self.durable
-            )
-        except AskTimeout:
-            # Slow rollouts are no fault; the wait shows in the metrics, and between two asks this actor
-            # hears what else it is told.
-            return Batch(groups=[], dropped={}, depth=0)
+        """The groups of the next step; without groups if stale ones were dropped instead."""
+        source = self.groups.within(PATIENCE_S)
+        parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
         groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.id)
         return Batch(groups=groups, dropped=parts[0].dropped, depth=sum(part.depth for part in parts))
 
@@ -190,4 +184,6 @@ def _keep_lines(path: Path, steps: int) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
         kept = [line for line in whole if msgspec.json.decode(line)["step"] <= steps]
-        path.write_bytes(b"".join(kept))
+        temporary = path.with_suffix(".new")
+        temporary.write_bytes(b"".join(kept))
+        temporary.replace(path)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-__all__ = ["Batch", "Completion", "Group", "Lease", "Prompt"]
+__all__ = ["PATIENCE_S", "Batch", "Completion", "Group", "Lease", "Prompt"]
+
+PATIENCE_S = 6 * 3600.0
+"""How long one role waits for another's work: that a trainer or a worker is slow is no fault."""
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
@@ -22,10 +25,12 @@ class Prompt(Struct, frozen=True, kw_only=True):
 class Lease(Struct, frozen=True, kw_only=True):
     """Prompts lent to one rollout worker.
 
+    number:   the worker names it when it says what became of the prompts; from 1, and growing.
     version:  the newest policy version; the prompts must be sampled with it or a newer one.
     finished: the run is over: nothing will be lent any more.
     """
 
+    number: int
     prompts: list[Prompt]
     version: int
     finished: bool

@@ -8,6 +8,7 @@ prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ eval
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from ..actors import outcome
 from ..actors.buffer import Buffer
@@ -19,6 +20,7 @@ from ..actors.reward import Reward
 from ..actors.rollout import RolloutWorker
 from ..actors.trainer import Trainer
 from ..runtime import Graph, Strategy
+from ..runtime.recipe import AtLeastOne, AtLeastTwo, NotNegative, Positive
 from ..runtime.store import Store
 
 __all__ = ["Config", "build", "outcome"]
@@ -33,19 +35,19 @@ class Config:
     eval_set: str = "tiny"
     reward: str = "exact_match"
     store: str = "file://"
-    seed: int = 0
-    steps: int = 40
-    batch: int = 16
-    group_size: int = 8
-    max_tokens: int = 64
-    temperature: float = 1.0
-    lora_rank: int = 8
-    lora_alpha: int = 16
-    lr: float = 1e-3
-    rollout_workers: int = 2
-    max_staleness: int = 4
-    eval_problems: int = 256
-    eval_every: int = 10
+    seed: NotNegative = 0
+    steps: AtLeastOne = 40
+    batch: AtLeastOne = 16
+    group_size: AtLeastTwo = 8
+    max_tokens: AtLeastOne = 64
+    temperature: Positive = 1.0
+    lora_rank: AtLeastOne = 8
+    lora_alpha: AtLeastOne = 16
+    lr: Positive = 1e-3
+    rollout_workers: NotNegative = 2
+    max_staleness: NotNegative = 4
+    eval_problems: AtLeastOne = 256
+    eval_every: AtLeastOne = 10
 
 
 def build(config: Config) -> Graph:
@@ -66,7 +68,7 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
-        lease=max(1, config.batch // max(1, config.rollout_workers)), seed=config.seed,
+        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         prompts=prompts, reward=reward, weights=weights, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(

@@ -1,13 +1,14 @@
 """Synchronous GRPO: the trainer takes each step's groups straight from the workers.
 
-prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ evaluator
-   reward ─┘   ▲                                │
-               └─────────── weights ────────────┘
+prompts ─▶ rollout ×N ─▶ trainer ─▶ store ─▶ evaluator
+   reward ─┘   ▲                      │
+               └────── weights ───────┘
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from ..actors import outcome
 from ..actors.engines import Sampling
@@ -18,6 +19,7 @@ from ..actors.reward import Reward
 from ..actors.rollout import RolloutWorker
 from ..actors.trainer import Trainer
 from ..runtime import Graph, Strategy
+from ..runtime.recipe import AtLeastOne, AtLeastTwo, NotNegative, Positive
 from ..runtime.store import Store
 
 __all__ = ["Config", "build", "outcome"]
@@ -32,18 +34,18 @@ class Config:
     eval_set: str = "tiny"
     reward: str = "exact_match"
     store: str = "file://"
-    seed: int = 0
-    steps: int = 40
-    batch: int = 16
-    group_size: int = 8
-    max_tokens: int = 64
-    temperature: float = 1.0
-    lora_rank: int = 8
-    lora_alpha: int = 16
-    lr: float = 1e-3
-    rollout_workers: int = 2
-    eval_problems: int = 256
-    eval_every: int = 10
+    seed: NotNegative = 0
+    steps: AtLeastOne = 40
+    batch: AtLeastOne = 16
+    group_size: AtLeastTwo = 8
+    max_tokens: AtLeastOne = 64
+    temperature: Positive = 1.0
+    lora_rank: AtLeastOne = 8
+    lora_alpha: AtLeastOne = 16
+    lr: Positive = 1e-3
+    rollout_workers: NotNegative = 2
+    eval_problems: AtLeastOne = 256
+    eval_every: AtLeastOne = 10
 
 
 def build(config: Config) -> Graph:
@@ -60,7 +62,7 @@ def build(config: Config) -> Graph:
     reward = graph.add("reward", Reward, fn=config.reward)
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
-        lease=max(1, config.batch // max(1, config.rollout_workers)), seed=config.seed,
+        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         prompts=prompts, reward=reward, weights=weights,
     )  # fmt: skip
     trainer = graph.add(

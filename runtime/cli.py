@@ -16,7 +16,7 @@ from msgspec import json
 from msgspec.structs import replace
 
 from .console import Console
-from .errors import Unrecoverable
+from .errors import RolecallError, Unrecoverable
 from .graph import Graph
 from .recipe import configure, load_recipe
 from .runs import RunFolder, create_run, find_run
@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
-    except Unrecoverable as error:
+    except RolecallError as error:
         print(f"rolecall: {error}", file=sys.stderr)
-        return error.exit_code
+        return error.exit_code if isinstance(error, Unrecoverable) else 1
     except BrokenPipeError:
         return 1  # whoever read our output has gone: `rolecall ps | head`
 
@@ -91,6 +91,12 @@ def _run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
     config = configure(recipe, options.recipe, options.set)
     graph = _build(recipe, options.recipe, config)
+    absent = ", ".join(role.name for role in graph if not role.replicas)
+    if absent and not options.proxy:
+        raise Unrecoverable(
+            f"nobody would do {absent}: ask for at least one here, or let other machines join, with --proxy",
+            exit_code=2,
+        )
     name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
     run = create_run(options.runs, name, dataclasses.asdict(config))
     if options.proxy:

@@ -15,122 +15,29 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
-from msgspec import Struct, msgpack
+from msgspec import msgpack
 
+from .control import Member, Stop, ToActor, inbox_path, page_path, quiet_socket
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError, RolecallError
 from .mailbox import Incoming, Mailbox
 from .page import Fate, Page
+from .peer import Outgoing, Peer, Pending
 from .ref import Call
 from .remote import RemoteActor
 from .wire import Header, Kind, decode_body, decode_header, encode_body, encode_header
 
-__all__ = ["Endpoint", "Member", "Membership", "ToActor", "inbox_path", "page_path", "quiet_socket"]
+__all__ = ["Endpoint"]
 
-MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
-MAX_UNHANDLED_BYTES = 256 << 20
 TELL_TIMEOUT_S = 300.0  # how long a tell waits for room in the receiver's mailbox
 POLL_S = 1.0  # how long a wait sleeps at most before it looks at its deadline
-
-
-class Member(Struct, frozen=True):
-    """One actor as the supervisor sees it. state: up (send), down (keep the mail), gone (fail the mail)."""
-
-    name: str
-    role: str
-    incarnation: int
-    state: str
-    reason: str = ""
-
-
-class Membership(Struct, frozen=True, tag="members"):
-    """Everybody, after each change."""
-
-    members: list[Member]
-
-
-class Stop(Struct, frozen=True, tag="stop"):
-    """Finish the current message, run on_stop, exit."""
-
-
-ToActor = Membership | Stop
 _from_supervisor = msgpack.Decoder(ToActor)
-
-
-def inbox_path(sockets: Path, name: str, incarnation: int) -> str:
-    return f"ipc://{sockets}/{name}.{incarnation}"
-
-
-def page_path(sockets: Path, name: str) -> Path:
-    return sockets / f"{name}.page"
-
-
-def quiet_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket that drops nothing in silence: no high-water mark (credit bounds it), errors for unknown peers."""
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, 1)
-    if kind == zmq.ROUTER:
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return socket
-
-
-@dataclass(eq=False)
-class Pending:
-    """An ask that waits for its answer."""
-
-    name: str
-    deadline: float
-    answer: tuple[Kind, list[Any]] | None = None
-    error: Exception | None = None
-    done: bool = False
-
-    def settle(self, answer: tuple[Kind, list[Any]] | None = None, error: Exception | None = None) -> None:
-        self.answer, self.error, self.done = answer, error, True
-
-
-@dataclass(eq=False)
-class Outgoing:
-    """A message its receiver has not handled yet."""
-
-    seq: int
-    frames: list[Any]
-    size: int
-    pending: Pending | None
-
-
-@dataclass(eq=False)
-class Peer:
-    """An actor this process sends to. `socket` is None while the actor is not up."""
-
-    name: str
-    socket: zmq.Socket[bytes] | None = None
-    incarnation: int = 0
-    unhandled: OrderedDict[int, Outgoing] = field(default_factory=OrderedDict)
-    size: int = 0
-
-    def add(self, message: Outgoing) -> None:
-        self.unhandled[message.seq] = message
-        self.size += message.size
-
-    def remove(self, seq: int) -> Outgoing | None:
-        message = self.unhandled.pop(seq, None)
-        if message is not None:
-            self.size -= message.size
-        return message
-
-    @property
-    def full(self) -> bool:
-        return len(self.unhandled) >= MAX_UNHANDLED or self.size >= MAX_UNHANDLED_BYTES
 
 
 class Endpoint:
@@ -172,8 +79,13 @@ class Endpoint:
     # --- sending -----------------------------------------------------------------------------------------
 
     def replicas(self, name: str) -> Sequence[str]:
+        deadline = min(self.now() + TELL_TIMEOUT_S, self.deadline)
+        while not self._members and self.now() < deadline:  # a role's replicas are known with the first word
+            self._raise_if_stopping()
+            self._drive(POLL_S)
         members = [member for member in self._members.values() if member.role == name]
-        return [member.name for member in members if member.state != "gone"] or [name]
+        there = [member.name for member in members if member.state != "gone"]
+        return there or [member.name for member in members[:1]] or [name]
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
         deadline = min(time.monotonic() + timeout_s, self.deadline)
@@ -210,24 +122,20 @@ class Endpoint:
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
         chain = (*self.chain, self.name)
         if pending is not None and name in chain:
-            raise DeadlockError(
-                f"{' → '.join((*chain[chain.index(name) :], name))}: {name} can't answer {call.method}, it "
-                "waits for this very answer; let one of them `tell` instead of `ask`"
-            )
+            raise DeadlockError.of(chain, name, call.method)
         peer = self._peers.setdefault(name, Peer(name))
         deadline = time.monotonic() + TELL_TIMEOUT_S if pending is None else pending.deadline
         self._wait_for_room(peer, deadline)
         body = encode_body((call.method, call.args, call.kwargs))
-        with self._turn:
+        kind, until = (Kind.TELL, 0.0) if pending is None else (Kind.ASK, deadline)
+        with self._turn:  # messages leave in the order of their seq, whichever thread they come from
             self._seq += 1
-            seq = self._seq
-        if pending is None:
-            header = Header(Kind.TELL, seq, self.incarnation, 0.0, chain, call.method)
-        else:
-            header = Header(Kind.ASK, seq, self.incarnation, deadline, chain, call.method)
-        frames = [encode_header(header), *body]
-        size = sum(memoryview(frame).nbytes for frame in frames)
-        self._send(partial(self._send_to, peer, Outgoing(seq, frames, size, pending)))
+            header = Header(kind, self._seq, self.incarnation, until, chain, call.method)
+            frames = [encode_header(header), *body]
+            size = sum(memoryview(frame).nbytes for frame in frames)
+            message = Outgoing(self._seq, call.method, call.idempotent, frames, size, pending)
+            self._outbox.append(partial(self._send_to, peer, message))
+        self._drive(0.0)
 
     def _send(self, action: Callable[[], None]) -> None:
         self._outbox.append(action)
@@ -248,7 +156,7 @@ class Endpoint:
             left = pending.deadline - time.monotonic()
             if left <= 0:
                 pending.settle(error=AskTimeout(f"no answer from {pending.name} within the deadline"))
-                self._abandon(pending)
+                self._send(partial(self._abandon, pending))
                 return
             self._drive(min(left, POLL_S), pending)
 
@@ -265,7 +173,7 @@ class Endpoint:
 
     def wait(self, timeout_s: float | None) -> None:
         """Let messages in until there is one to handle, the supervisor says stop, or the time is over."""
-        self._drive(POLL_S if timeout_s is None else min(timeout_s, POLL_S))
+        self._drive(POLL_S if timeout_s is None else max(0.0, min(timeout_s, POLL_S)))
 
     def _drive(self, timeout_s: float, pending: Pending | None = None) -> None:
         """Move messages for up to `timeout_s`, or until another thread that drives has settled `pending`."""
@@ -283,6 +191,7 @@ class Endpoint:
             self._turn_over(timeout_s)
         finally:
             with self._turn:
+                self._flush()  # what others posted too late for the poll to see
                 self._driver = None
                 self._turn.notify_all()
 
@@ -326,6 +235,7 @@ class Endpoint:
 
     def _disconnect(self, peer: Peer) -> None:
         if peer.socket is not None:
+            self._hear_answers(peer)  # what it said last still counts
             self._poller.unregister(peer.socket)
             peer.socket.close()
             peer.socket = None
@@ -353,43 +263,57 @@ class Endpoint:
                 self._meet(message.members)
 
     def _meet(self, members: list[Member]) -> None:
-        before, self._members = self._members, {member.name: member for member in members}
-        alive = {member.incarnation for member in members if member.state != "gone"}
-        for old in before.values():
-            if old.incarnation not in alive:
-                self.page.forget(old.incarnation)
-        for peer in self._peers.values():
+        self._members = {member.name: member for member in members}
+        self._forget_the_dead(members)
+        for peer in list(self._peers.values()):
             member = self._members.get(peer.name)
             if member is None:
                 continue
             if member.state == "gone":
                 self._fail(peer, member)
-            elif member.state == "down":
-                self._disconnect(peer)
-            elif member.incarnation != peer.incarnation or peer.socket is None:
+            elif member.state == "down" and peer.socket is not None:
+                self._lose(peer, member)
+            elif member.state == "up" and (member.incarnation != peer.incarnation or peer.socket is None):
                 self._connect(peer, member)
                 assert peer.socket is not None
                 for message in peer.unhandled.values():
                     peer.socket.send_multipart(message.frames, copy=False)
 
+    def _forget_the_dead(self, members: list[Member]) -> None:
+        # Incarnations grow, so a sender above all of these is newer than this word, not dead.
+        newest = max((member.incarnation for member in members), default=0)
+        alive = {member.incarnation for member in members if member.state != "gone"}
+        for sender in self.page.senders - alive:
+            if sender <= newest:
+                self.page.forget(sender)
+
+    def _lose(self, peer: Peer, member: Member) -> None:
+        """Its actor died: an ask that had begun and must not run twice ends here; the rest waits for the next."""
+        self._disconnect(peer)
+        page = Page(page_path(self.sockets, peer.name))
+        for seq, message in list(peer.unhandled.items()):
+            pending = message.pending
+            if pending is None or message.idempotent or page.fate(self.incarnation, seq) is Fate.NEW:
+                continue
+            peer.remove(seq)
+            pending.settle(error=ActorDied(peer.name, member.reason, maybe_executed=True))
+
     def _fail(self, peer: Peer, member: Member) -> None:
         """Its actor is gone for good: tell every asker, and write down what was only told."""
         self._disconnect(peer)
         page = Page(page_path(self.sockets, peer.name))
-        for seq in list(peer.unhandled):
-            message = peer.remove(seq)
-            assert message is not None
+        for seq, message in list(peer.unhandled.items()):
+            peer.remove(seq)
             fate = page.fate(self.incarnation, seq)
             if message.pending is not None:
-                began = fate is not Fate.NEW
                 if member.reason:
+                    began = fate is not Fate.NEW
                     error: RolecallError = ActorDied(peer.name, member.reason, maybe_executed=began)
                 else:
                     error = ActorStopped(f"{peer.name} has stopped")
                 message.pending.settle(error=error)
             elif fate is not Fate.DONE:
-                header = decode_header(message.frames[0])
-                self.dead_letters.append((peer.name, header.method, member.reason or "stopped"))
+                self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))
 
     # --- receiving ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class ActorDied(RolecallError):
         self.name, self.reason, self.maybe_executed = name, reason, maybe_executed
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _actor_died, (self.name, self.reason, self.maybe_executed)
+        return _actor_died, (self.name, self.reason, self.maybe_executed), self.__dict__
 
     def __str__(self) -> str:
         handler = "while handling this message" if self.maybe_executed else "before it began this message"
@@ -51,6 +51,15 @@ class AskTimeout(RolecallError):
 class DeadlockError(RolecallError):
     """Actors wait for each other in a circle."""
 
+    @staticmethod
+    def of(chain: tuple[str, ...], name: str, method: str) -> DeadlockError:
+        """The last of `chain`, each of whom waits for the next one's answer, asks `name`, who is one of them."""
+        circle = " → ".join((*chain[chain.index(name) :], name))
+        return DeadlockError(
+            f"{circle}: {name} can't answer {method}, it waits for this very answer; let one of them `tell` "
+            "instead of `ask`"
+        )
+
 
 class Unrecoverable(RolecallError):
     """A restart cannot help: end the run with this one sentence.
@@ -63,7 +72,7 @@ class Unrecoverable(RolecallError):
         self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _unrecoverable, (str(self), self.exit_code)
+        return _unrecoverable, (str(self), self.exit_code), self.__dict__
 
 
 def _unrecoverable(message: str, exit_code: int) -> Unrecoverable:

@@ -4,14 +4,16 @@ Importing torch, transformers and peft takes seconds; a fork takes milliseconds.
 single-threaded and opens no ZeroMQ context and no CUDA device, so its children are as good as new.
 
 Requests and replies are JSON datagrams on a socket pair:
-    {"name", "spec", "log", "preloads"}  →  {"name", "spec", "pid"}
+    {"name", "spec", "log", "preloads"}  →  {"name", "pid"}
     {"forget": pid}                         its session is gone: the number may soon be somebody else's
-Each actor is forked twice, so that it becomes a child of the supervisor (a subreaper), leads its own session,
-and dies with the supervisor. When the supervisor is gone the server kills whatever their sessions left.
+Each actor is forked twice, so that it becomes a child of the supervisor (a subreaper). It goes on only when the
+reply has been sent, so there is none that the supervisor can't know of; then it leads its own session, and
+dies with the supervisor. When the supervisor is gone the server kills whatever their sessions left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -21,12 +23,14 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from msgspec import json
 
-__all__ = ["become_subreaper", "main", "start"]
+__all__ = ["ForkServer", "become_subreaper", "main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -38,45 +42,81 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def start(log: Path) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a fork server; its end of the conversation is the returned socket."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # One thread while importing: a BLAS that starts its pool would make every fork unsafe.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    command = [sys.executable, "-m", "rolecall.runtime.forkserver", str(theirs.fileno()), str(os.getpid())]
-    with theirs, log.open("ab") as output:
-        process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        )
-    return process, ours
+class ForkServer:
+    """The supervisor's side: starts the process and talks to it. `sessions`: actors another one has started."""
+
+    def __init__(self, log: Path, sessions: Sequence[int] = ()) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # One thread while importing: a BLAS that starts its pool would make every fork unsafe.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        numbers = map(str, [theirs.fileno(), os.getpid(), *sessions])
+        command = [sys.executable, "-m", "rolecall.runtime.forkserver", *numbers]
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, request: dict[str, Any]) -> None:
+        try:
+            self._connection.send(json.encode(request))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # it has just died: whoever reads its replies learns of it there
+
+    def reply(self) -> dict[str, Any] | None:
+        """The next reply; waits for it. None if it has died."""
+        try:
+            data = self._connection.recv(1 << 16)
+        except ConnectionResetError:
+            return None
+        return json.decode(data) if data else None
+
+    def kill(self) -> int:
+        """Returns its exit status, as `Popen.returncode`. What it has replied can still be read."""
+        self._process.kill()
+        return self._process.wait()
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    supervisor = int(sys.argv[2])
     # Stopping is the supervisor's affair; a Ctrl-C or a kill of the group must not come first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    children: set[int] = set()
+    importlib.import_module("rolecall.runtime.process")  # what every actor needs
+    sessions = set(map(int, sys.argv[3:]))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the supervisor died meanwhile
+        _serve(connection, int(sys.argv[2]), sessions)
+    for pid in sessions:
+        _kill_session(pid)
+
+
+def _serve(connection: socket.socket, supervisor: int, sessions: set[int]) -> None:
+    """Until the supervisor is gone. `sessions` are the actors it has, by pid."""
     while data := connection.recv(1 << 16):
         request = json.decode(data)
         if "forget" in request:
-            children.discard(request["forget"])
-            continue
-        for module in request["preloads"]:
-            importlib.import_module(module)
-        gc.freeze()
-        pid = _fork(request, supervisor, connection)
-        children.add(pid)
-        connection.send(json.encode({"name": request["name"], "spec": request["spec"], "pid": pid}))
-    for pid in children:
-        _kill_session(pid)
+            sessions.discard(request["forget"])
+        else:
+            for module in request["preloads"]:
+                importlib.import_module(module)
+            gc.freeze()
+            pid, gate = _fork(request, supervisor, connection)
+            sessions.add(pid)
+            with gate:
+                connection.send(json.encode({"name": request["name"], "pid": pid}))
+                gate.write(b"!")
 
 
 def _kill_session(pid: int) -> None:
@@ -86,7 +126,9 @@ def _kill_session(pid: int) -> None:
         return  # nothing of it is left, or its number belongs to somebody else by now
 
 
-def _fork(request: dict[str, Any], supervisor: int, connection: socket.socket) -> int:
+def _fork(request: dict[str, Any], supervisor: int, connection: socket.socket) -> tuple[int, BinaryIO]:
+    """An actor's pid, and the gate it waits at: it goes on when a byte comes, and ends when none can come."""
+    gate, opens = os.pipe()
     reading, writing = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -94,15 +136,19 @@ def _fork(request: dict[str, Any], supervisor: int, connection: socket.socket) -
         if pid:
             os.write(writing, str(pid).encode())
             os._exit(0)
-        os.close(reading)
-        os.close(writing)
+        for fd in (reading, writing, opens):
+            os.close(fd)
         connection.close()
+        if not os.read(gate, 1):
+            os._exit(1)
+        os.close(gate)
         _be_actor(request, supervisor)
     os.close(writing)
+    os.close(gate)
     with os.fdopen(reading, "rb") as pipe:
         pid = int(pipe.read())
     os.waitpid(middle, 0)
-    return pid
+    return pid, os.fdopen(opens, "wb", buffering=0)
 
 
 def _be_actor(request: dict[str, Any], supervisor: int) -> None:
@@ -125,6 +171,8 @@ def _be_actor(request: dict[str, Any], supervisor: int) -> None:
 
         run_actor(Path(request["spec"]))
         code = 0
+    except BaseException:  # noqa: BLE001  the process ends here, and its log says why
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -37,8 +37,13 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
     """
     if workers < 1:
         raise Unrecoverable(f"--workers {workers}: at least one", exit_code=2)
-    about = fetch_about(url, token_file)
-    name, config = about["recipe"], about["config"]
+    try:
+        about = fetch_about(url, token_file)
+        name, config = about["recipe"], about["config"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unrecoverable(
+            f"what answers at {url} is no run: check the address against the one the run printed", exit_code=2
+        ) from error
     if name.endswith(".py"):
         raise Unrecoverable(
             f"the run's recipe is a file on its own machine ({Path(name).name}): install it as a package on both",
@@ -51,7 +56,14 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
             exit_code=2,
         )
     recipe = load_recipe(name)
-    graph, reached = recipe.build(recipe.Config(**config)).part_for_joining(workers)
+    try:
+        graph, reached = recipe.build(recipe.Config(**config)).part_for_joining(workers)
+    except (TypeError, ValueError) as error:
+        raise Unrecoverable(
+            f"the run's settings don't fit the {name} installed here ({error}): install the version of rolecall "
+            "that the run has",
+            exit_code=2,
+        ) from error
     if not graph.ends_with:
         raise Unrecoverable(f"recipe {name} has no role that other machines may run", exit_code=2)
     # The store's keys are below the run's id, so this machine's folder takes the run's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ class Incoming:
     header: Header
     frames: list[Any] = field(repr=False)
     route: Any = None
+    number: int = 0  # of its arrival
 
 
 class Mailbox:
@@ -29,8 +31,9 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._arrived: deque[Incoming] = deque()
-        self._aside: list[Incoming] = []
+        self._aside: list[Incoming] = []  # oldest first
         self._retry: deque[Incoming] = deque()
+        self._count = 0
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self._aside)
@@ -41,19 +44,20 @@ class Mailbox:
         return bool(self._arrived or self._retry)
 
     def put(self, message: Incoming) -> None:
+        self._count += 1
+        message.number = self._count
         self._arrived.append(message)
 
     def next(self) -> Incoming | None:
         """The message to handle now; None if there is none, or all wait for a change."""
-        while self._retry:
+        if self._retry:
             message = self._retry.popleft()
-            if message in self._aside:
-                self._aside.remove(message)
-                return message
+            self._aside.remove(message)
+            return message
         return self._arrived.popleft() if self._arrived else None
 
     def set_aside(self, message: Incoming) -> None:
-        self._aside.append(message)
+        insort(self._aside, message, key=lambda other: other.number)
 
     def changed(self) -> None:
         """The actor's state may have changed: what was set aside deserves another try."""

@@ -3,12 +3,13 @@
 Each note is one 8-byte store (under a microsecond) and survives SIGKILL, so the actor's next incarnation
 knows for every message that is sent again whether it was done, was running, or never began.
 
-    word 0-2   sender and seq of the message that is running, and when it began (CLOCK_MONOTONIC, ns)
-    word 3-5   sender and seq of the message that was running at the last death, and how often it was
+    word 0-3   the message that is running: sender, seq, when it began (CLOCK_MONOTONIC, ns), which try it is
+    then       INTERRUPTED triples (sender, seq, tries) of messages that were running at a death
     then       SENDERS pairs (sender, highest seq done or set aside)
     then       ASIDE pairs (sender, seq) of messages set aside by NotYet: not done although below the highest
 
-The order of the stores matters: a kill between any two of them leaves a page that tells the truth.
+An entry counts once its seq is not 0, and that is stored last: a kill between any two stores leaves a page
+that tells the truth. A sender's messages are begun in the order of their seq.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 
 __all__ = ["Fate", "Page"]
 
-SENDERS, ASIDE = 512, 4096
-_RUNNING, _DIED, _SENDERS = 0, 3, 6
+INTERRUPTED, SENDERS, ASIDE = 64, 512, 4096
+_SENDER, _SEQ, _SINCE, _TRY = range(4)
+_INTERRUPTED = 4
+_SENDERS = _INTERRUPTED + 3 * INTERRUPTED
 _ASIDE = _SENDERS + 2 * SENDERS
 _WORDS = _ASIDE + 2 * ASIDE
 
@@ -35,7 +38,7 @@ class Fate(Enum):
 
 
 class Page:
-    """One actor's page, backed by a file so that the next incarnation and the supervisor can open it."""
+    """One actor's page, backed by a file so that the next incarnation, senders and the supervisor can open it."""
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -46,23 +49,30 @@ class Page:
             os.close(fd)
         words = self._words
         self._slots = {words[i]: i for i in range(_SENDERS, _ASIDE, 2) if words[i]}
-        self._aside = {(words[i], words[i + 1]): i for i in range(_ASIDE, _WORDS, 2) if words[i + 1]}
+        self._interrupted = self._entries(range(_INTERRUPTED, _SENDERS, 3))
+        self._aside = self._entries(range(_ASIDE, _WORDS, 2))
         self._free = [i for i in range(_WORDS - 2, _ASIDE - 2, -2) if not words[i + 1]]
+
+    def _entries(self, places: range) -> dict[tuple[int, int], int]:
+        return {(self._words[i], self._words[i + 1]): i for i in places if self._words[i + 1]}
 
     def begin(self, sender: int, seq: int, now_ns: int) -> None:
         words = self._words
-        words[_RUNNING] = sender
-        words[_RUNNING + 2] = now_ns
-        words[_RUNNING + 1] = seq
+        words[_SENDER] = sender
+        words[_SINCE] = now_ns
+        words[_TRY] = self.deaths(sender, seq) + 1
+        words[_SEQ] = seq
 
     def done(self, sender: int, seq: int) -> None:
+        self._raise(sender, seq)
         at = self._aside.pop((sender, seq), None)
-        if at is None:
-            self._raise(sender, seq)
-        else:
+        if at is not None:
             self._words[at + 1] = 0
             self._free.append(at)
-        self._words[_RUNNING + 1] = 0
+        at = self._interrupted.pop((sender, seq), None)
+        if at is not None:
+            self._words[at + 1] = 0
+        self._words[_SEQ] = 0
 
     def set_aside(self, sender: int, seq: int) -> None:
         """The handler raised NotYet: the message has changed nothing and will be tried again."""
@@ -73,39 +83,64 @@ class Page:
             self._words[at] = sender
             self._words[at + 1] = seq
             self._raise(sender, seq)
-        self._words[_RUNNING + 1] = 0
+        self._words[_SEQ] = 0
 
     def recover(self) -> None:
         """Called once by a new incarnation: what was running is now what was running at a death."""
         words = self._words
-        sender, seq = words[_RUNNING], words[_RUNNING + 1]
-        if seq and self.fate(sender, seq) is not Fate.DONE:
-            again = (words[_DIED], words[_DIED + 1]) == (sender, seq)
-            count = words[_DIED + 2] + 1 if again else 1
-            words[_DIED], words[_DIED + 1], words[_DIED + 2] = sender, seq, count
-        words[_RUNNING + 1] = 0
+        sender, seq = words[_SENDER], words[_SEQ]
+        if seq:
+            at = self._interrupted.get((sender, seq))
+            if at is None:
+                at = self._place_for_interrupted()
+                words[at + 1] = 0
+                words[at] = sender
+            words[at + 2] = words[_TRY]
+            words[at + 1] = seq
+            self._interrupted[sender, seq] = at
+        words[_SEQ] = 0
+
+    def _place_for_interrupted(self) -> int:
+        for at in range(_INTERRUPTED, _SENDERS, 3):
+            if not self._words[at + 1]:
+                return at
+        for message, at in self._interrupted.items():
+            if self.fate(*message) is Fate.DONE:  # its sender has been told, and has gone on
+                del self._interrupted[message]
+                return at
+        raise OverflowError(
+            f"{INTERRUPTED} messages were interrupted by this actor's deaths and none came again"
+        )
 
     def fate(self, sender: int, seq: int) -> Fate:
-        words = self._words
         slot = self._slots.get(sender)
-        if slot is not None and seq <= words[slot + 1] and (sender, seq) not in self._aside:
+        if slot is not None and seq <= self._words[slot + 1] and (sender, seq) not in self._aside:
             return Fate.DONE
-        for at in (_RUNNING, _DIED):
-            if (words[at], words[at + 1]) == (sender, seq):
-                return Fate.RUNNING
-        return Fate.NEW
+        running = (self._words[_SENDER], self._words[_SEQ]) == (sender, seq)
+        return Fate.RUNNING if running or (sender, seq) in self._interrupted else Fate.NEW
 
     def deaths(self, sender: int, seq: int) -> int:
-        """How many incarnations in a row died while this message was running."""
-        words = self._words
-        return words[_DIED + 2] if (words[_DIED], words[_DIED + 1]) == (sender, seq) else 0
+        """How many incarnations died while this message was running."""
+        at = self._interrupted.get((sender, seq))
+        return 0 if at is None else self._words[at + 2]
 
     def running_for_s(self, now_ns: int) -> float | None:
         """Seconds since the running message began, None if none is running."""
-        return (now_ns - self._words[_RUNNING + 2]) / 1e9 if self._words[_RUNNING + 1] else None
+        return (now_ns - self._words[_SINCE]) / 1e9 if self._words[_SEQ] else None
+
+    @property
+    def senders(self) -> set[int]:
+        """Whose messages this page remembers."""
+        return {*self._slots, *(sender for sender, _ in (*self._aside, *self._interrupted))}
 
     def forget(self, sender: int) -> None:
         """That incarnation is dead and will send nothing again."""
+        for entries in (self._aside, self._interrupted):
+            for message in [message for message in entries if message[0] == sender]:
+                at = entries.pop(message)
+                self._words[at + 1] = 0
+                if entries is self._aside:
+                    self._free.append(at)
         slot = self._slots.pop(sender, None)
         if slot is not None:
             self._words[slot] = 0
@@ -121,4 +156,5 @@ class Page:
             self._words[slot + 1] = 0
             self._words[slot] = sender
             self._slots[sender] = slot
-        self._words[slot + 1] = seq
+        # A message that comes again is older than what its sender has had done since: the mark never falls.
+        self._words[slot + 1] = max(seq, self._words[slot + 1])

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import cloudpickle
-from msgspec import Struct, json, msgpack
+from msgspec import json, msgpack
 
 from .actor import Actor, Context, is_idempotent
+from .control import DeadLetter, Ending, FromActor, Hello, Ready, Report, ending_path
 from .endpoint import Endpoint
 from .errors import ActorDied, ActorStopped, Finished, NotYet, RolecallError, Unrecoverable
 from .mailbox import Incoming, Mailbox
@@ -25,57 +26,11 @@ from .ref import bind_transport
 from .remote import RemoteActor
 from .wire import Kind, decode_body, encode_body
 
-__all__ = [
-    "Ending",
-    "FromActor",
-    "Life",
-    "LifeSupport",
-    "Ready",
-    "Report",
-    "Spec",
-    "ending_path",
-    "run_actor",
-]
+__all__ = ["Life", "LifeSupport", "Spec", "run_actor"]
 
 log = logging.getLogger("rolecall")
 
 POISON_DEATHS = 2  # a message that killed its actor this often is not tried again
-
-
-class Ready(Struct, frozen=True, tag="ready"):
-    """on_start has returned: messages are handled from now on."""
-
-
-class Hello(Struct, frozen=True, tag="hello"):
-    """The process is there and wants to know who lives where."""
-
-
-class Report(Struct, frozen=True, tag="report"):
-    """Values for whoever watches the run."""
-
-    values: dict[str, Any]
-
-
-class DeadLetter(Struct, frozen=True, tag="dead_letter"):
-    """A message nobody will handle."""
-
-    receiver: str
-    method: str
-    reason: str
-
-
-FromActor = Ready | Hello | Report | DeadLetter
-
-
-class Ending(Struct, frozen=True):
-    """Why a process ended by itself, left in a file for its supervisor.
-
-    kind: finished, stopped, unrecoverable, crashed.
-    """
-
-    kind: str
-    reason: str = ""
-    exit_code: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,10 +66,6 @@ class Spec:
         return cloudpickle.loads(data)
 
 
-def ending_path(sockets: Path, name: str, incarnation: int) -> Path:
-    return sockets / f"{name}.{incarnation}.ending"
-
-
 def run_actor(spec_path: Path) -> None:
     """Be the actor described in `spec_path` until it finishes, is stopped or crashes."""
     faulthandler.enable()
@@ -130,13 +81,13 @@ def run_actor(spec_path: Path) -> None:
     except Unrecoverable as error:
         ending = Ending("unrecoverable", str(error), error.exit_code)
     except BaseException as error:
-        traceback.print_exc()
         ending = Ending("crashed", f"{type(error).__name__}: {error}")
         raise
     finally:
         endpoint.close()
         path = ending_path(spec.sockets, spec.name, spec.incarnation)
-        path.write_bytes(json.encode(ending))
+        path.with_suffix(".new").write_bytes(json.encode(ending))
+        path.with_suffix(".new").rename(path)  # whole or not there: a kill may come at any time
 
 
 class LifeSupport(Protocol):
@@ -160,6 +111,7 @@ class Life:
 
     def __init__(self, spec: Spec, endpoint: LifeSupport) -> None:
         self.endpoint = endpoint
+        self._tell_supervisor(Hello())
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
             spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report
@@ -167,7 +119,6 @@ class Life:
 
     def live(self) -> Ending:
         """From on_start to on_stop. Raises what the actor dies of."""
-        self._tell_supervisor(Hello())
         self.actor.on_start()
         self._tell_supervisor(Ready())
         with contextlib.suppress(Finished):
@@ -176,6 +127,7 @@ class Life:
         self.endpoint.stopping = False  # on_stop may still ask those that stop later
         self.actor.on_stop()
         self._refuse_the_rest()
+        self._bury()
         return Ending("finished" if finished else "stopped")
 
     def _work(self) -> None:
@@ -206,6 +158,9 @@ class Life:
     def _handle(self, message: Incoming) -> bool:
         """Whether the handler ran, so that the actor's state may have changed."""
         header, page = message.header, self.endpoint.page
+        if header.kind is Kind.TELL and page.fate(header.sender, header.seq) is Fate.DONE:
+            self.endpoint.answer(message, Kind.DONE)  # only this word was lost
+            return False
         refusal = self._refusal(message)
         if refusal is not None:
             page.done(header.sender, header.seq)
@@ -221,6 +176,9 @@ class Life:
             page.set_aside(header.sender, header.seq)
             self.endpoint.mailbox.set_aside(message)
             return False
+        except Finished:
+            self._turn_away(message)
+            raise
         page.done(header.sender, header.seq)
         self._answer(message, *answer)
         return True
@@ -228,10 +186,9 @@ class Life:
     def _refusal(self, message: Incoming) -> str | None:
         """Why this message must not run (again); None if it may."""
         header, page = message.header, self.endpoint.page
-        fate = page.fate(header.sender, header.seq)
-        if fate is Fate.NEW:
+        if page.fate(header.sender, header.seq) is Fate.NEW:
             return None
-        if fate is Fate.RUNNING and page.deaths(header.sender, header.seq) >= POISON_DEATHS:
+        if page.deaths(header.sender, header.seq) >= POISON_DEATHS:
             return f"{header.method} killed {self.actor.name} {POISON_DEATHS} times"
         if is_idempotent(type(self.actor), header.method):
             return None
@@ -271,18 +228,25 @@ class Life:
                 decode_body(encode_body(value))  # some exceptions pickle but do not unpickle
             self.endpoint.answer(message, kind, value)
         except Exception as error:  # noqa: BLE001  whatever a value's own pickling raises goes to the asker
-            what = "exception" if kind is Kind.ERROR else "answer"
-            text = f"{self.actor.name}.{message.header.method}: its {what} {value!r} can't be sent: {error}"
+            what = f"its {'exception' if kind is Kind.ERROR else 'answer'} of type {type(value).__name__}"
+            text = f"{self.actor.name}.{message.header.method}: {what} can't be sent: {error}"
             self.endpoint.answer(message, Kind.ERROR, RolecallError(text))
 
     def _refuse_the_rest(self) -> None:
         self.endpoint.wait(0.0)
         for message in self.endpoint.mailbox.drain():
-            if message.header.kind is Kind.ASK:
-                error = ActorStopped(f"{self.actor.name} has stopped")
-                self.endpoint.answer(message, Kind.ERROR, error)
-            else:
+            if message.header.kind is Kind.TELL:
                 self._tell_supervisor(DeadLetter(self.actor.name, message.header.method, "stopped"))
+            self._turn_away(message)
+
+    def _turn_away(self, message: Incoming) -> None:
+        """This actor stops and hears no more of it."""
+        header = message.header
+        self.endpoint.page.done(header.sender, header.seq)
+        if header.kind is Kind.ASK:
+            self.endpoint.answer(message, Kind.ERROR, ActorStopped(f"{self.actor.name} has stopped"))
+        else:
+            self.endpoint.answer(message, Kind.DONE)
 
     def _bury(self) -> None:
         while self.endpoint.dead_letters:

@@ -163,6 +163,8 @@ def _endpoint(name: str, actor: type[Actor], method: str, token: str) -> Callabl
             return Response(status_code=429, headers={"Retry-After": "0"})
         except (ActorDied, ActorStopped) as error:
             return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
+        except Exception as error:  # noqa: BLE001  the handler's own, whatever it is, goes to who asked
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return endpoint
@@ -170,6 +172,8 @@ def _endpoint(name: str, actor: type[Actor], method: str, token: str) -> Callabl
 
 async def _read(request: Request) -> bytes | None:
     """The body, or None if it is too large; a body that lies about its size is cut off as well."""
+    if int(request.headers.get("Content-Length", "0")) > MAX_BODY_BYTES:
+        return None
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

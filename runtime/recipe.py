@@ -1,4 +1,7 @@
-"""Loading a recipe: a module with a `Config` dataclass and `build(config) -> Graph`."""
+"""Loading a recipe: a module with a `Config` dataclass and `build(config) -> Graph`.
+
+A Config's fields may be of the types below, which `--set` holds a value to, or of any with a msgspec.Meta.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ import pkgutil
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from .errors import Unrecoverable
 
-__all__ = ["configure", "load_recipe", "recipe_names"]
+__all__ = ["AtLeastOne", "AtLeastTwo", "NotNegative", "Positive", "configure", "load_recipe", "recipe_names"]
+
+NotNegative = Annotated[int, Meta(ge=0, le=2**63 - 1, description="whole number from 0 up to 2⁶³ − 1")]
+AtLeastOne = Annotated[int, Meta(ge=1, description="whole number from 1 up")]
+AtLeastTwo = Annotated[int, Meta(ge=2, description="whole number from 2 up")]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="finite number above 0")]
 
 
 def recipe_names() -> list[str]:
@@ -59,7 +68,11 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found by the next load
+        raise
     return module
 
 
@@ -68,7 +81,7 @@ def configure(recipe: ModuleType, name: str, settings: list[str]) -> Any:
 
     Raises Unrecoverable (exit code 2) that names the setting and what would be right.
     """
-    hints = get_type_hints(recipe.Config)
+    hints = get_type_hints(recipe.Config, include_extras=True)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(recipe.Config)}
     values: dict[str, Any] = {}
     for setting in settings:
@@ -92,5 +105,6 @@ def _convert(recipe: str, key: str, text: str, kind: Any) -> Any:
     try:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as error:
-        kind_name = getattr(kind, "__name__", str(kind))
-        raise Unrecoverable(f"{recipe}: {key}={text!r} is not a {kind_name}: {error}", exit_code=2) from error
+        described = [meta.description for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Meta)]
+        wanted = next(filter(None, described), f"{getattr(kind, '__name__', kind)}: {error}")
+        raise Unrecoverable(f"{recipe}: {key}={text!r} is not a {wanted}", exit_code=2) from error

@@ -27,11 +27,16 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A message: which handler, with what."""
+    """A message: which handler, with what, and whether it may run twice."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    idempotent: bool = False
+
+    @staticmethod
+    def of(message: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call(message.__name__, args, kwargs, getattr(message, "idempotent", False))
 
 
 @dataclass(frozen=True)
@@ -54,18 +59,18 @@ class Ref(Generic[A]):
         (this ref's, or the asker's own if that is nearer); ActorStopped if either side is stopping;
         DeadlockError if the one asked is waiting for this answer.
         """
-        return _transport().ask([self._one()], Call(message.__name__, args, kwargs), self.timeout_s)[0]
+        return _transport().ask([self._one()], Call.of(message, args, kwargs), self.timeout_s)[0]
 
     def ask_each(
         self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """Send the same to every replica at once, and wait for all answers, in the replicas' order."""
         names = _transport().replicas(self.name)
-        return _transport().ask(names, Call(message.__name__, args, kwargs), self.timeout_s)
+        return _transport().ask(names, Call.of(message, args, kwargs), self.timeout_s)
 
     def tell(self, message: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send and go on. If the handler raises, its actor dies of it and is restarted."""
-        _transport().tell(self._one(), Call(message.__name__, args, kwargs))
+        _transport().tell(self._one(), Call.of(message, args, kwargs))
 
     def within(self, timeout_s: float) -> Ref[A]:
         """The same address with another deadline, in seconds."""

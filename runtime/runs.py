@@ -107,6 +107,11 @@ def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | Non
             path.mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise Unrecoverable(
+                f"can't make the run's folder {path}: {error.strerror}; choose another place with --runs",
+                exit_code=2,
+            ) from error
         run = RunFolder(path.resolve())
         info = RunInfo(id=id or path.name, recipe=recipe, config=config, started=started, pid=os.getpid())
         run.write_info(info)

@@ -10,7 +10,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import tempfile
 import time
 from collections import deque
@@ -20,38 +19,36 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
-from msgspec import Struct, json, msgpack
+from msgspec import json, msgpack
 
-from .endpoint import Member, Membership, Stop, page_path, quiet_socket
-from .forkserver import become_subreaper
-from .forkserver import start as start_forkserver
-from .graph import Graph, Restart, Role, Strategy
+from .child import Child, Leftovers, describe_exit, tail
+from .control import (
+    ActorStatus,
+    DeadLetter,
+    Ending,
+    Hello,
+    ListActors,
+    Member,
+    Membership,
+    Ready,
+    Report,
+    Stop,
+    StopRun,
+    ending_path,
+    page_path,
+    quiet_socket,
+)
+from .forkserver import ForkServer, become_subreaper
+from .graph import Graph, Restart, Strategy
 from .page import Page
-from .process import DeadLetter, Ending, Hello, Ready, Report, Spec, ending_path
+from .process import Spec
 from .remote import RemoteActor
 
-__all__ = ["ActorStatus", "Observer", "Outcome", "Supervisor"]
+__all__ = ["Observer", "Outcome", "Supervisor"]
 
-OUTPUT_TAIL_LINES = 50
 MAX_BACKOFF_S = 30.0
-
-
-class ActorStatus(Struct, frozen=True):
-    """A line of `rolecall ps`. handling_s: how long its current message has been running."""
-
-    name: str
-    pid: int
-    state: str
-    restarts: int
-    handling_s: float | None
-
-
-class ListActors(Struct, frozen=True, tag="ps"):
-    """`rolecall ps` asks for the actors."""
-
-
-class StopRun(Struct, frozen=True, tag="stop_run"):
-    """`rolecall stop` asks for an orderly end."""
+LEFTOVERS_TIMEOUT_S = 2.0
+LAST_WORDS_MS = 20  # what a process said just before its end has left it, but may not be here yet
 
 
 _from_actor = msgpack.Decoder(Ready | Hello | Report | DeadLetter | ListActors | StopRun)
@@ -75,32 +72,6 @@ class Outcome:
     restarts: int
 
 
-@dataclass(eq=False)
-class Child:
-    """One actor over all its incarnations.
-
-    state: waiting (to be started, not before `not_before`), spawning, starting, up, stopping (killed at
-    `kill_at`), done (finished or stopped), gone (died and stays dead).
-    """
-
-    role: Role
-    position: int
-    name: str
-    state: str = "waiting"
-    not_before: float = 0.0
-    kill_at: float = 0.0
-    incarnation: int = 0
-    pid: int = 0
-    pidfd: int = -1
-    restarts: int = 0
-    doomed: bool = False  # another's death takes it down; it is started again afterwards
-    reason: str = ""
-
-    @property
-    def alive(self) -> bool:
-        return self.pidfd >= 0
-
-
 @dataclass
 class Supervisor:
     """Runs a graph: `outcome = Supervisor(graph, ...).run()`.
@@ -121,16 +92,15 @@ class Supervisor:
     rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
-        self.sockets = Path(
-            tempfile.mkdtemp(prefix="rolecall-")
-        )  # mode 0700; short, for ipc paths end at 107
+        # Mode 0700, and short: ipc paths end at 107 bytes.
+        self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-"))
         self.children = [
             Child(role, position, name) for position, role in enumerate(self.graph) for name in role.members
         ]
         self._by_name = {child.name: child for child in self.children}
         self._incarnation = 0
         self._deaths: deque[float] = deque()
-        self._sessions: list[int] = []  # of dead actors: what is left of them must be reaped
+        self._leftovers = Leftovers()
         self._ending: Outcome | None = None
         self._stop_signals = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -165,7 +135,7 @@ class Supervisor:
             self._end(Outcome(130, "stopped by request", self.restarts))
             if self._stop_signals > 1:
                 for child in self.children:
-                    self._kill(child)
+                    child.kill()
         ends = [self._by_name[name] for role in self.graph.ends_with for name in self.graph[role].members]
         if ends and all(child.state == "done" for child in ends):
             self._end(Outcome(0, "finished", self.restarts))
@@ -179,14 +149,19 @@ class Supervisor:
         return sum(child.restarts for child in self.children)
 
     def _close(self) -> None:
+        self._end(Outcome(1, "the supervisor itself failed", self.restarts))  # if it did: nobody is restarted
+        self._leftovers.add(self._forks.pid)
+        self._forks.kill()
+        while reply := self._forks.reply():
+            self._by_name[reply["name"]].adopt(reply["pid"])
         for child in self.children:
-            self._kill(child)
+            child.kill()
             if child.alive:
                 self._reap(child)
-        self._forkserver.kill()
-        self._forkserver.wait()
+        while self._router.poll(LAST_WORDS_MS):
+            self._hear(*self._router.recv_multipart())
+        self._leftovers.reap(LEFTOVERS_TIMEOUT_S)
         self._forks.close()
-        self._reap_sessions()
         self._router.close()
         self._zmq.term()
         os.close(self._wake)
@@ -229,13 +204,7 @@ class Supervisor:
             "log": str(self.folder / "logs" / f"{child.name}.log"),
             "preloads": role.actor.preloads,
         }
-        self._ask_forkserver(request)
-
-    def _ask_forkserver(self, request: dict[str, Any]) -> None:
-        try:
-            self._forks.send(json.encode(request))
-        except (BrokenPipeError, ConnectionResetError):
-            return  # it has just died: `_hear_forkserver` starts another and asks again
+        self._forks.send(request)
 
     def _stop_child(self, child: Child) -> None:
         now = self.clock()
@@ -243,11 +212,7 @@ class Supervisor:
             child.state, child.kill_at = "stopping", now + child.role.actor.stop_timeout_s
             self._send(child, Stop())
         elif child.state != "stopping" or now >= child.kill_at:
-            self._kill(child)  # one that is still starting has nothing to give back
-
-    def _kill(self, child: Child) -> None:
-        if child.alive:
-            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            child.kill()  # one that is still starting has nothing to give back
 
     def _patience_s(self) -> float:
         now = self.clock()
@@ -270,14 +235,14 @@ class Supervisor:
         if self._forks.fileno() in ready:
             self._hear_forkserver()
         while self._router.poll(0):
-            identity, frame = self._router.recv_multipart()
-            self._hear(identity, _from_actor.decode(frame))
+            self._hear(*self._router.recv_multipart())
         for child in self.children:
             if child.alive and child.pidfd in ready:
                 self._reap(child)
-        self._reap_sessions()
+        self._leftovers.reap()
 
-    def _hear(self, identity: bytes, message: Any) -> None:
+    def _hear(self, identity: bytes, frame: bytes) -> None:
+        message = _from_actor.decode(frame)
         if isinstance(message, ListActors):
             self._router.send_multipart([identity, json.encode(self.status())])
         elif isinstance(message, StopRun):
@@ -285,8 +250,8 @@ class Supervisor:
         else:
             name, _, incarnation = identity.decode().rpartition(".")
             child = self._by_name[name]
-            if child.incarnation == int(incarnation):
-                self._hear_actor(child, message)
+            if child.incarnation == int(incarnation) or isinstance(message, Report | DeadLetter):
+                self._hear_actor(child, message)  # a dead one's last words still count
 
     def _hear_actor(self, child: Child, message: Ready | Hello | Report | DeadLetter) -> None:
         match message:
@@ -302,40 +267,34 @@ class Supervisor:
                 self.observer.on_dead_letter(receiver, method, reason)
 
     def _start_forkserver(self) -> None:
-        self._forkserver, self._forks = start_forkserver(self.folder / "logs" / "forkserver.log")
+        sessions = [child.pid for child in self.children if child.alive]
+        self._forks = ForkServer(self.folder / "logs" / "forkserver.log", sessions)
 
     def _hear_forkserver(self) -> None:
-        try:
-            data = self._forks.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            # It died. Whoever it had not forked yet is asked for again.
-            self._forks.close()
-            status = self._forkserver.wait()
-            self._note_death("forkserver", _describe(-status if status < 0 else status << 8))
-            self._start_forkserver()
-            for child in self.children:
-                if child.state == "spawning":
-                    child.state = "waiting"
+        reply = self._forks.reply()
+        if reply is not None:
+            self._by_name[reply["name"]].adopt(reply["pid"])
             return
-        reply = json.decode(data)
-        child = self._by_name[reply["name"]]
-        child.pid, child.pidfd = reply["pid"], os.pidfd_open(reply["pid"])
-        child.state = "starting"
+        # It died. Whoever it had not forked yet is asked for again.
+        status = self._forks.kill()
+        self._leftovers.add(self._forks.pid)
+        self._forks.close()
+        self._note_death("forkserver", describe_exit(-status if status < 0 else status << 8))
+        self._start_forkserver()
+        for child in self.children:
+            if child.state == "spawning":
+                child.state = "waiting"
 
     # --- deaths ------------------------------------------------------------------------------------------
 
     def _reap(self, child: Child) -> None:
-        _, status = os.waitpid(child.pid, 0)
-        os.close(child.pidfd)
-        child.pidfd = -1
-        self._kill_session(child.pid)
-        self._ask_forkserver({"forget": child.pid})
+        status = child.reap()
+        self._leftovers.add(child.pid)
+        self._forks.send({"forget": child.pid})
         path = ending_path(self.sockets, child.name, child.incarnation)
         ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else None
         (self.sockets / f"{child.name}.{child.incarnation}.spec").unlink(missing_ok=True)
-        child.reason = ending.reason if ending and ending.reason else _describe(status)
+        child.reason = ending.reason if ending and ending.reason else describe_exit(status)
         if ending and ending.kind == "unrecoverable":
             self._set_state(child, "gone")
             self._end(Outcome(ending.exit_code, ending.reason, self.restarts))
@@ -356,6 +315,9 @@ class Supervisor:
         if child.role.restart is Restart.TEMPORARY:
             self._set_state(child, "gone")
             self.observer.on_death(child.name, child.reason, None)
+            if child.role.name in self.graph.ends_with:
+                story = f"{child.name} died: {child.reason}. The run waits for it and it is never restarted."
+                self._end(Outcome(1, story, self.restarts))
             return
         delay_s = self._note_death(child.name, child.reason)
         if delay_s is None:
@@ -386,37 +348,18 @@ class Supervisor:
             self.observer.on_death(name, reason, None)
             story = (
                 f"{name} died: {reason}. That was death {count} within {self.graph.within_s:g} s and "
-                f"{self.graph.max_restarts} restarts are allowed, so the run ends.{self._tail(name)}"
+                f"{self.graph.max_restarts} restarts are allowed, so the run ends."
             )
-            self._end(Outcome(1, story, self.restarts))
+            output = tail(self.folder / "logs" / f"{name}.log")
+            self._end(Outcome(1, story + output, self.restarts))
             return None
         delay_s = 0.0 if count == 1 else self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0**count))
         self.observer.on_death(name, reason, delay_s)
         return delay_s
 
-    def _tail(self, name: str) -> str:
-        path = self.folder / "logs" / f"{name}.log"
-        lines = path.read_text(errors="replace").splitlines()[-OUTPUT_TAIL_LINES:] if path.exists() else []
-        return "".join(f"\n    {line}" for line in [f" The end of {path}:", *lines]) if lines else ""
-
     def _wait_to_start(self, child: Child, delay_s: float) -> None:
         child.not_before = self.clock() + delay_s
         self._set_state(child, "waiting")
-
-    def _kill_session(self, pid: int) -> None:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # it left no children behind
-        self._sessions.append(pid)
-
-    def _reap_sessions(self) -> None:
-        """Orphans of dead actors became our children: do not leave them as zombies."""
-        for session in list(self._sessions):
-            try:
-                os.waitpid(-session, os.WNOHANG)
-            except ChildProcessError:
-                self._sessions.remove(session)
 
     # --- telling -----------------------------------------------------------------------------------------
 
@@ -466,10 +409,3 @@ class Supervisor:
             )
             for child in self.children
         ]
-
-
-def _describe(status: int) -> str:
-    """A wait status in words."""
-    if os.WIFSIGNALED(status):
-        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with code {os.waitstatus_to_exitcode(status)}"

@@ -13,6 +13,7 @@ Each actor has a thread only so that it can wait in the middle of a handler; exa
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,12 +23,12 @@ from typing import Any
 from msgspec import msgpack
 
 from .actor import Actor
-from .endpoint import page_path
+from .control import DeadLetter, FromActor, Ready, Report, page_path
 from .errors import ActorStopped, DeadlockError
 from .graph import Graph, Role
 from .mailbox import Incoming, Mailbox
 from .page import Page
-from .process import DeadLetter, FromActor, Life, Ready, Report, Spec
+from .process import Life, Spec
 from .ref import Call, bind_transport
 from .wire import Header, Kind, decode_body, encode_body
 
@@ -52,7 +53,9 @@ class LocalRun:
         self.turns: list[str] = []
         self.now = 0.0
         self._pages = folder / "pages"
-        self._pages.mkdir(parents=True, exist_ok=True)
+        # Numbers start at 1 again, so an earlier run's pages mean other messages.
+        shutil.rmtree(self._pages, ignore_errors=True)
+        self._pages.mkdir(parents=True)
         self._actors: dict[str, _LocalActor] = {}
         for role in graph:
             for name in role.members:
@@ -68,22 +71,34 @@ class LocalRun:
         """Until the roles of `graph.until` have finished. Raises what an actor dies of, or DeadlockError."""
         bind_transport(self)
         try:
-            for actor in self._actors.values():
-                actor.start()
-                while not (actor.ready or actor.done):
-                    self._turn()
-            ends = [self._actors[name] for role in self.graph.ends_with for name in self.graph[role].members]
-            while not all(actor.done for actor in ends):
-                self._turn()
-        finally:
+            self._play()
             self._stop()
+        finally:
+            self._kill()
             bind_transport(None)
+
+    def _play(self) -> None:
+        for actor in self._actors.values():
+            actor.start()
+            while not (actor.ready or actor.done):
+                self._turn()
+        ends = [self._actors[name] for role in self.graph.ends_with for name in self.graph[role].members]
+        while not all(actor.done for actor in ends):
+            self._turn()
 
     def _stop(self) -> None:
         for actor in reversed(self._actors.values()):
             actor.stopping = True
-            while actor.started and not actor.done:
-                self._resume(actor)
+            while not actor.done:
+                self._turn()
+
+    def _kill(self) -> None:
+        """End the threads of a run that failed."""
+        for actor in self._actors.values():
+            actor.killed = True
+            if actor.started and not actor.done:
+                actor.go.release()
+                self._back.acquire()
 
     def _turn(self) -> None:
         """Let everybody who can go on do so once, in the order of the graph."""
@@ -99,10 +114,8 @@ class LocalRun:
         waiting = [actor for actor in self._actors.values() if actor.started and not actor.done]
         until = min((actor.until for actor in waiting), default=float("inf"))
         if until == float("inf") or any(actor.asking and actor.until == until for actor in waiting):
-            raise DeadlockError(
-                "nobody can go on: "
-                + "; ".join(f"{actor.name} waits for {actor.asking}" for actor in waiting if actor.asking)
-            )
+            waits = [f"{actor.name} waits for {actor.asking or 'a message'}" for actor in waiting]
+            raise DeadlockError(f"nobody can go on: {'; '.join(waits)}")
         self.now = until
 
     def _resume(self, actor: _LocalActor) -> None:
@@ -127,9 +140,9 @@ class LocalRun:
     def replicas(self, name: str) -> Sequence[str]:
         return self.graph[name].members if name in self.graph else [name]
 
-    def pass_the_baton(self, actor: _LocalActor) -> None:
-        self._back.release()
-        actor.go.acquire()
+
+class _Killed(BaseException):
+    """Unwinds the thread of an actor whose run has failed."""
 
 
 class _Answer:
@@ -150,7 +163,7 @@ class _LocalActor:
         self.deadline = float("inf")
         self.stopping = False
         self.dead_letters: list[tuple[str, str, str]] = []
-        self.started = self.ready = self.done = False
+        self.started = self.ready = self.done = self.killed = False
         self.error: BaseException | None = None
         self.asking = ""  # "buffer.take" while it waits for that answer
         self.until = float("inf")  # virtual time at which it goes on in any case
@@ -171,20 +184,26 @@ class _LocalActor:
         self._thread.start()
 
     def can_go(self) -> bool:
-        return self._may_go() or self.until <= self.run.now
+        return self._may_go() or self.until <= self.run.now or self.stopping
 
     def _body(self) -> None:
-        self.go.acquire()
         try:
+            self._wait_for_baton()
             self.life.live()
         except BaseException as error:  # noqa: BLE001  handed to LocalRun.run, which raises it
             self.error = error
         self.done = True
         self.run._back.release()
 
+    def _wait_for_baton(self) -> None:
+        self.go.acquire()
+        if self.killed:
+            raise _Killed
+
     def _pause(self, may_go: Callable[[], bool], until: float) -> None:
         self._may_go, self.until = may_go, until
-        self.run.pass_the_baton(self)
+        self.run._back.release()
+        self._wait_for_baton()
         self._may_go, self.until = (lambda: True), float("inf")
 
     # --- sending -----------------------------------------------------------------------------------------
@@ -210,7 +229,7 @@ class _LocalActor:
     def post(self, name: str, call: Call, deadline: float | None) -> _Answer:
         chain = (*self.chain, self.name)
         if deadline is not None and name in chain:
-            raise DeadlockError(f"{' → '.join((*chain[chain.index(name) :], name))}")
+            raise DeadlockError.of(chain, name, call.method)
         self._seq += 1
         kind = Kind.TELL if deadline is None else Kind.ASK
         header = Header(kind, self._seq, self.incarnation, deadline or 0.0, chain, call.method)
@@ -219,6 +238,8 @@ class _LocalActor:
         message = Incoming(header, encode_body((call.method, call.args, call.kwargs)), answer)
         if receiver.done:
             answer.kind, answer.frames = Kind.ERROR, encode_body(ActorStopped(f"{name} has stopped"))
+            if kind is Kind.TELL:
+                self.run.dead_letters.append((name, call.method, "stopped"))
         else:
             receiver.mailbox.put(message)
         return answer

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rolecall import Actor, Finished, Graph, NotYet, Ref, Strategy, idempotent
+
+
+def save(file: Path, numbers: list[int]) -> None:
+    """Whole or not at all: a kill may come at any time."""
+    file.with_suffix(".new").write_text("\n".join(map(str, numbers)))
+    file.with_suffix(".new").rename(file)
 
 
 class Shelf(Actor):
@@ -36,7 +43,7 @@ class Shelf(Actor):
         return min(self.items)
 
     def _save(self) -> None:
-        self._file.write_text("\n".join(map(str, self.items)))
+        save(self._file, self.items)
 
 
 class Producer(Actor):
@@ -50,7 +57,7 @@ class Producer(Actor):
     def step(self) -> float | None:
         self.shelf.ask(Shelf.put, self.next)
         self.next += 1
-        self._file.write_text(str(self.next))
+        save(self._file, [self.next])
         return 0.0
 
 
@@ -67,7 +74,7 @@ class Consumer(Actor):
             raise Finished
         item = self.shelf.ask(Shelf.take, self.taken[-1] if self.taken else 0)
         self.taken.append(item)
-        self._file.write_text("\n".join(map(str, self.taken)))
+        save(self._file, self.taken)
         self.report(item=item)
         return 0.0
 

@@ -1,0 +1,131 @@
+"""What a supervisor, its actors and the command line say to each other, and where they meet.
+
+All of it is small and data only (msgpack); messages between actors never come this way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import zmq
+from msgspec import Struct
+
+__all__ = [
+    "ActorStatus",
+    "DeadLetter",
+    "Ending",
+    "FromActor",
+    "Hello",
+    "ListActors",
+    "Member",
+    "Membership",
+    "Ready",
+    "Report",
+    "Stop",
+    "StopRun",
+    "ToActor",
+    "ending_path",
+    "inbox_path",
+    "page_path",
+    "quiet_socket",
+]
+
+
+class Member(Struct, frozen=True):
+    """One actor as the supervisor sees it. state: up (send), down (keep the mail), gone (fail the mail)."""
+
+    name: str
+    role: str
+    incarnation: int
+    state: str
+    reason: str = ""
+
+
+class Membership(Struct, frozen=True, tag="members"):
+    """Everybody, after each change."""
+
+    members: list[Member]
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """Finish the current message, run on_stop, exit."""
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """on_start has returned: messages are handled from now on."""
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """The process is there and wants to know who lives where."""
+
+
+class Report(Struct, frozen=True, tag="report"):
+    """Values for whoever watches the run."""
+
+    values: dict[str, Any]
+
+
+class DeadLetter(Struct, frozen=True, tag="dead_letter"):
+    """A message nobody will handle."""
+
+    receiver: str
+    method: str
+    reason: str
+
+
+class ListActors(Struct, frozen=True, tag="ps"):
+    """`rolecall ps` asks for the actors."""
+
+
+class StopRun(Struct, frozen=True, tag="stop_run"):
+    """`rolecall stop` asks for an orderly end."""
+
+
+class ActorStatus(Struct, frozen=True):
+    """A line of `rolecall ps`. handling_s: how long its current message has been running."""
+
+    name: str
+    pid: int
+    state: str
+    restarts: int
+    handling_s: float | None
+
+
+class Ending(Struct, frozen=True):
+    """Why a process ended by itself, left in a file for its supervisor.
+
+    kind: finished, stopped, unrecoverable, crashed.
+    """
+
+    kind: str
+    reason: str = ""
+    exit_code: int = 0
+
+
+ToActor = Membership | Stop
+FromActor = Ready | Hello | Report | DeadLetter
+
+
+def inbox_path(sockets: Path, name: str, incarnation: int) -> str:
+    return f"ipc://{sockets}/{name}.{incarnation}"
+
+
+def page_path(sockets: Path, name: str) -> Path:
+    return sockets / f"{name}.page"
+
+
+def ending_path(sockets: Path, name: str, incarnation: int) -> Path:
+    return sockets / f"{name}.{incarnation}.ending"
+
+
+def quiet_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket that drops nothing in silence: no high-water mark (credit bounds it), errors for unknown peers."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 1)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket

@@ -1,0 +1,265 @@
+"""A whole graph in one process, in a fixed order, in virtual time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolecall import Actor, ActorStopped, DeadlockError, Finished, Graph, NotYet, Ref
+from rolecall.runtime.recipe import configure, load_recipe
+from rolecall.runtime.testing import LocalRun
+
+from .processes import GRAPHS
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def ring(folder: Path, **settings: Any) -> LocalRun:
+    module = load_recipe(str(GRAPHS / "ring.py"))
+    config = configure(module, "ring", [f"{key}={value}" for key, value in settings.items()])
+    run = LocalRun(module.build(config), folder=folder)
+    run.run()
+    return run
+
+
+def test_a_ring_turns(tmp_path: Path):
+    run = ring(tmp_path, count=30)
+    assert [report["item"] for report in run.reports["consumer"]] == list(range(1, 31))
+    assert run.dead_letters == []
+
+
+def test_the_same_turns_twice(tmp_path: Path):
+    first, second = ring(tmp_path / "a", count=20), ring(tmp_path / "b", count=20)
+    assert first.turns == second.turns
+    assert first.reports == second.reports
+    assert {"shelf", "producer", "consumer"} == set(first.turns)
+
+
+def test_a_full_shelf_blocks_its_producer(tmp_path: Path):
+    run = ring(tmp_path, count=12, capacity=2)
+    made = (tmp_path / "state" / "producer" / "next").read_text()
+    assert int(made) <= 12 + 2 + 2  # taken, on the shelf, and the one it waits with
+    assert len(run.reports["consumer"]) == 12
+
+
+def test_a_run_goes_on_from_what_its_actors_kept(tmp_path: Path):
+    ring(tmp_path, count=10)
+    run = ring(tmp_path, count=25)
+    assert [report["item"] for report in run.reports["consumer"]] == list(range(11, 26))
+
+
+class Clock(Actor):
+    """Steps every hour, `hours` times."""
+
+    def __init__(self, hours: int) -> None:
+        self.hours = hours
+
+    def step(self) -> float | None:
+        if self.hours == 0:
+            raise Finished
+        self.hours -= 1
+        self.report(hours=self.hours)
+        return 3600.0
+
+
+def test_time_is_virtual(tmp_path: Path):
+    graph = Graph("clock")
+    graph.until(graph.add("clock", Clock, hours=48))
+    run = LocalRun(graph, folder=tmp_path)
+    run.run()
+    assert run.now == 48 * 3600.0
+    assert len(run.reports["clock"]) == 48
+
+
+class Gate(Actor):
+    def __init__(self) -> None:
+        self.opened: set[str] = set()
+        self.passed: list[str] = []
+
+    def open(self, key: str) -> None:
+        self.opened.add(key)
+
+    def go_through(self, key: str) -> None:
+        if key not in self.opened:
+            raise NotYet
+        self.passed.append(key)
+
+    def fail(self) -> None:
+        raise ValueError("the gate is broken")
+
+    def count(self) -> int:
+        return len(self.passed)
+
+
+class Visitor(Actor):
+    """Does what its script says, then it has finished."""
+
+    def __init__(self, gate: Ref[Gate], script: str) -> None:
+        self.gate, self.script = gate, script
+
+    def step(self) -> float | None:
+        getattr(self, self.script)()
+        raise Finished
+
+    def overtakes(self) -> None:
+        self.gate.tell(Gate.go_through, "b")
+        self.gate.tell(Gate.go_through, "a")
+        self.gate.tell(Gate.open, "a")
+        self.gate.tell(Gate.open, "b")
+        self.report(passed=self.gate.ask(Gate.count))
+
+    def waits_for_ever(self) -> None:
+        self.gate.ask(Gate.go_through, "never")
+
+    def waits_a_while(self) -> None:
+        self.gate.within(5.0).ask(Gate.go_through, "never")
+
+    def breaks_it(self) -> None:
+        self.gate.ask(Gate.fail)
+
+    def is_told(self) -> None:
+        try:
+            self.gate.ask(Gate.fail)
+        except ValueError as error:
+            self.report(text=str(error), notes=error.__notes__[0])
+
+    def breaks_it_by_telling(self) -> None:
+        self.gate.tell(Gate.fail)
+        self.gate.ask(Gate.count)
+
+
+def visit(folder: Path, script: str) -> LocalRun:
+    graph = Graph("visit")
+    gate = graph.add("gate", Gate)
+    graph.until(graph.add("visitor", Visitor, gate=gate, script=script))
+    return LocalRun(graph, folder=folder)
+
+
+def test_not_yet_is_overtaken_and_tried_again(tmp_path: Path):
+    run = visit(tmp_path, "overtakes")
+    run.run()
+    gate = run.actor("gate")
+    assert isinstance(gate, Gate)
+    assert gate.passed == ["a", "b"]
+    assert run.reports["visitor"] == [{"passed": 2}]
+
+
+@pytest.mark.parametrize("script", ["waits_for_ever", "waits_a_while"])
+def test_a_deadlock_is_named(tmp_path: Path, script: str):
+    with pytest.raises(
+        DeadlockError, match=r"nobody can go on: gate waits for a message; visitor waits for gate\.go_through"
+    ):
+        visit(tmp_path, script).run()
+
+
+def test_an_actors_exception_surfaces(tmp_path: Path):
+    with pytest.raises(ValueError, match="the gate is broken"):
+        visit(tmp_path, "breaks_it").run()
+
+
+def test_a_handlers_exception_goes_to_its_asker_with_a_note(tmp_path: Path):
+    run = visit(tmp_path, "is_told")
+    run.run()
+    assert run.reports["visitor"][0]["text"] == "the gate is broken"
+    assert "(in gate.fail)" in run.reports["visitor"][0]["notes"]
+
+
+def test_a_told_handlers_exception_ends_the_run(tmp_path: Path):
+    with pytest.raises(ValueError, match="the gate is broken"):
+        visit(tmp_path, "breaks_it_by_telling").run()
+
+
+def test_a_run_that_failed_leaves_no_thread(tmp_path: Path):
+    before = set(threading.enumerate())
+    with pytest.raises(DeadlockError):
+        visit(tmp_path, "waits_for_ever").run()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10.0)
+        assert not thread.is_alive()
+
+
+class Loop(Actor):
+    def __init__(self, others: list[Ref[Loop]], first: bool = False) -> None:
+        self.others, self.first = others, first
+
+    def step(self) -> float | None:
+        if self.first:
+            self.others[0].ask(Loop.pass_on, [Ref("a")])
+        return None
+
+    def pass_on(self, path: list[Ref[Loop]]) -> None:
+        path[0].ask(Loop.pass_on, path[1:])
+
+
+def test_a_circle_of_asks_is_named(tmp_path: Path):
+    graph = Graph("circle")
+    b = graph.add("b", Loop, [])
+    a = graph.add("a", Loop, [b], first=True)
+    graph.until(a)
+    with pytest.raises(DeadlockError, match="a → b → a"):
+        LocalRun(graph, folder=tmp_path).run()
+
+
+class Keeper(Actor):
+    """Is told goodbye by its guests, which stop before it."""
+
+    def on_start(self) -> None:
+        self.goodbyes: list[str] = []
+
+    def goodbye(self, name: str) -> None:
+        self.goodbyes.append(name)
+
+    def finish(self) -> None:
+        raise Finished
+
+
+class Guest(Actor):
+    def __init__(self, keeper: Ref[Keeper], last: bool) -> None:
+        self.keeper, self.last = keeper, last
+
+    def step(self) -> float | None:
+        if self.last:
+            raise Finished
+        return None
+
+    def on_stop(self) -> None:
+        self.keeper.ask(Keeper.goodbye, self.name)
+
+
+def test_on_stop_may_still_ask_those_that_stop_later(tmp_path: Path):
+    graph = Graph("inn")
+    keeper = graph.add("keeper", Keeper)
+    graph.add("first", Guest, keeper, last=False)
+    graph.add("second", Guest, keeper, last=False)
+    graph.until(graph.add("third", Guest, keeper, last=True))
+    run = LocalRun(graph, folder=tmp_path)
+    run.run()
+    inn = run.actor("keeper")
+    assert isinstance(inn, Keeper)
+    assert inn.goodbyes == ["third", "second", "first"]
+
+
+class Closer(Actor):
+    def __init__(self, keeper: Ref[Keeper]) -> None:
+        self.keeper = keeper
+
+    def step(self) -> float | None:
+        for _ in range(2):  # the one that finishes it, and one that comes too late
+            try:
+                self.keeper.ask(Keeper.finish)
+            except ActorStopped as error:
+                self.report(text=str(error))
+        self.keeper.tell(Keeper.goodbye, self.name)
+        raise Finished
+
+
+def test_who_asks_an_actor_that_has_finished_is_told(tmp_path: Path):
+    graph = Graph("closing")
+    keeper = graph.add("keeper", Keeper)
+    graph.until(graph.add("closer", Closer, keeper))
+    run = LocalRun(graph, folder=tmp_path)
+    run.run()
+    assert run.reports["closer"] == [{"text": "keeper has stopped"}] * 2
+    assert run.dead_letters == [("keeper", "goodbye", "stopped")]

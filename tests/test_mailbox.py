@@ -1,0 +1,114 @@
+"""The order in which messages are handled."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rolecall.runtime.mailbox import Incoming, Mailbox
+from rolecall.runtime.wire import Header, Kind
+
+
+def message(seq: int, sender: int = 1) -> Incoming:
+    return Incoming(Header(Kind.TELL, seq, sender, 0.0, (), "note"), [])
+
+
+def test_first_come_first_served():
+    mailbox = Mailbox()
+    messages = [message(seq) for seq in range(5)]
+    for one in messages:
+        mailbox.put(one)
+    assert len(mailbox) == 5
+    assert [mailbox.next() for _ in range(6)] == [*messages, None]
+
+
+def test_what_is_set_aside_waits_for_a_change_and_is_overtaken():
+    mailbox = Mailbox()
+    first, second = message(1), message(2)
+    mailbox.put(first)
+    mailbox.put(second)
+    assert mailbox.next() is first
+    mailbox.set_aside(first)
+    assert mailbox.ready
+    assert mailbox.next() is second
+    assert not mailbox.ready
+    assert mailbox.next() is None
+    mailbox.changed()
+    assert mailbox.ready
+    assert mailbox.next() is first
+    assert mailbox.next() is None
+    assert len(mailbox) == 0
+
+
+def test_what_was_set_aside_goes_before_what_arrives():
+    mailbox = Mailbox()
+    first, second = message(1), message(2)
+    mailbox.put(first)
+    mailbox.next()
+    mailbox.set_aside(first)
+    mailbox.put(second)
+    mailbox.changed()
+    assert [mailbox.next(), mailbox.next()] == [first, second]
+
+
+def test_a_change_in_the_middle_of_the_retries_starts_again_with_the_oldest():
+    mailbox = Mailbox()
+    messages = [message(seq) for seq in range(3)]
+    for one in messages:
+        mailbox.put(one)
+    for one in messages:
+        assert mailbox.next() is one
+        mailbox.set_aside(one)
+    mailbox.changed()
+    assert mailbox.next() is messages[0]
+    mailbox.set_aside(messages[0])
+    assert mailbox.next() is messages[1]  # this one is handled, and changes the state
+    mailbox.changed()
+    assert [mailbox.next(), mailbox.next()] == [messages[0], messages[2]]
+
+
+def test_drain_takes_everything_once():
+    mailbox = Mailbox()
+    messages = [message(seq) for seq in range(3)]
+    for one in messages:
+        mailbox.put(one)
+    mailbox.next()
+    mailbox.set_aside(messages[0])
+    mailbox.changed()
+    assert mailbox.drain() == messages
+    assert (mailbox.next(), len(mailbox), mailbox.ready) == (None, 0, False)
+
+
+@given(st.lists(st.sampled_from(["put", "handle", "not yet", "changed"]), max_size=60))
+def test_nothing_is_lost_and_each_kind_keeps_its_order(actions: list[str]):
+    mailbox = Mailbox()
+    count = 0
+    waiting: list[int] = []  # not handled yet, in the order of arrival
+    aside: set[int] = set()
+    tried_since_change: set[int] = set()
+    for action in actions:
+        if action == "put":
+            count += 1
+            mailbox.put(message(count))
+            waiting.append(count)
+        elif action == "changed":
+            mailbox.changed()
+            tried_since_change.clear()
+        else:
+            one = mailbox.next()
+            candidates = [seq for seq in waiting if seq in aside and seq not in tried_since_change]
+            candidates += [seq for seq in waiting if seq not in aside]
+            assert (one.header.seq if one else None) == (candidates[0] if candidates else None)
+            if one is None:
+                continue
+            seq = one.header.seq
+            if action == "handle":
+                waiting.remove(seq)
+                aside.discard(seq)
+            else:
+                mailbox.set_aside(one)
+                aside.add(seq)
+                tried_since_change.add(seq)
+        assert len(mailbox) == len(waiting)
+    assert [one.header.seq for one in mailbox.drain()] == sorted(aside) + [
+        s for s in waiting if s not in aside
+    ]

@@ -1,0 +1,146 @@
+"""Loading recipes, and their settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rolecall import Unrecoverable
+from rolecall.runtime.recipe import configure, load_recipe, recipe_names
+
+RECIPE = """
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from rolecall import Graph
+
+class Speed(Enum):
+    SLOW = "slow"
+    FAST = "fast"
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    steps: int = 3
+    lr: float = 1e-3
+    model: str = "tiny"
+    shuffle: bool = True
+    limit: int | None = None
+    mode: Literal["a", "b"] = "a"
+    speed: Speed = Speed.SLOW
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}: at least 1")
+
+def build(config: Config) -> Graph:
+    return Graph("example")
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> ModuleType:
+    path = tmp_path / "example.py"
+    path.write_text(RECIPE)
+    return load_recipe(str(path))
+
+
+def refused(recipe: ModuleType, setting: str) -> str:
+    with pytest.raises(Unrecoverable) as caught:
+        configure(recipe, "example", [setting])
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_the_packages_own_recipes_have_a_config_and_a_build():
+    assert "async_grpo" in recipe_names()
+    for name in recipe_names():
+        module = load_recipe(name)
+        assert list(module.build(module.Config()))
+
+
+def test_a_file_is_the_same_module_each_time(recipe: ModuleType):
+    assert recipe.__file__ is not None
+    assert load_recipe(recipe.__file__) is recipe
+    assert sys.modules[recipe.__name__] is recipe
+
+
+def test_a_file_has_the_same_name_in_another_process(recipe: ModuleType):
+    code = (
+        f"from rolecall.runtime.recipe import load_recipe; print(load_recipe({recipe.__file__!r}).__name__)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == recipe.__name__
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path):
+    modules = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "example.py").write_text(RECIPE)
+        modules.append(load_recipe(str(tmp_path / folder / "example.py")))
+    assert modules[0] is not modules[1]
+    assert modules[0].Config is not modules[1].Config
+
+
+def test_a_name_that_is_almost_right_is_suggested():
+    with pytest.raises(Unrecoverable, match="no recipe 'async_grp'; did you mean 'async_grpo'") as caught:
+        load_recipe("async_grp")
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(Unrecoverable, match=r"there is no recipe file .*missing.py: check the path"):
+        load_recipe(str(tmp_path / "missing.py"))
+
+
+def test_a_file_without_build(tmp_path: Path):
+    (tmp_path / "half.py").write_text("class Config: ...\n")
+    with pytest.raises(Unrecoverable, match="has no `build`"):
+        load_recipe(str(tmp_path / "half.py"))
+
+
+def test_a_file_that_raises_is_not_half_loaded(tmp_path: Path):
+    path = tmp_path / "raises.py"
+    path.write_text("import no_such_module\n" + RECIPE)
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            load_recipe(str(path))
+    path.write_text(RECIPE)
+    assert load_recipe(str(path)).Config().steps == 3
+
+
+def test_settings_become_their_fields_types(recipe: ModuleType):
+    settings = ["steps=5", "lr=0.1", "model=a=b", "shuffle=false", "limit=7", "mode=b", "speed=fast"]
+    config = configure(recipe, "example", settings)
+    assert (config.steps, config.lr, config.model, config.shuffle) == (5, 0.1, "a=b", False)
+    assert (config.limit, config.mode, config.speed.name) == (7, "b", "FAST")
+    assert configure(recipe, "example", []) == recipe.Config()
+    assert configure(recipe, "example", ["limit=null"]).limit is None
+
+
+def test_a_setting_that_is_not_there(recipe: ModuleType):
+    text = refused(recipe, "stepz=4")
+    assert text.startswith(
+        "example has no setting 'stepz'; did you mean 'steps'? It has: limit, lr, mode, model"
+    )
+    assert refused(recipe, "quux=4").startswith("example has no setting 'quux'. It has:")
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("steps", "write it as field=value"),
+        ("steps=many", "steps='many' is not a int"),
+        ("steps=1.5", "steps='1.5' is not a int"),
+        ("shuffle=perhaps", "shuffle='perhaps' is not a bool"),
+        ("mode=c", "mode='c' is not a"),
+        ("speed=faster", "speed='faster' is not a Speed"),
+        ("steps=0", "steps=0: at least 1"),
+    ],
+)
+def test_a_value_that_cannot_be(recipe: ModuleType, setting: str, text: str):
+    assert text in refused(recipe, setting)
