@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from ..runtime import Actor, Unrecoverable, idempotent
 from .types import Prompt
@@ -131,9 +131,16 @@ class Reward(Actor):
                 f"reward function {self._name} raised {type(error).__name__}: {error}, on prompt {prompt.id} "
                 f"({prompt.text[:80]!r}) and completion {completion[:80]!r}: mend the function"
             ) from error
-        if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        if not _is_finite(value):
             raise Unrecoverable(
                 f"reward function {self._name} gave {value!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a "
                 "reward must be a finite number"
             )
         return float(value)
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return math.isfinite(value)  # type: ignore[arg-type]  whatever a user's function gave
+    except (TypeError, ValueError, OverflowError):
+        return False

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rolecall import Actor, Graph, Ref
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.engines import Engine, Request, Sample, Sampling
 from rolecall.actors.evaluator import Evaluator
-from rolecall.actors.learner import Learner
 from rolecall.actors.losses import GRPOLoss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
@@ -26,6 +25,9 @@ from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.actor import Context
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.store import PolicyVersion, Store, StoreError
+
+if TYPE_CHECKING:
+    from rolecall.actors.learner import Learner
 
 
 class FakeEngine:
@@ -94,7 +96,7 @@ class FakeTrainer(Trainer):
     preloads = ()
 
     def _load_learner(self) -> Learner:
-        return cast(Learner, FakeLearner())
+        return cast("Learner", FakeLearner())
 
 
 def fake_ring(

@@ -105,15 +105,14 @@ class Ring(RuleBasedStateMachine):
         """Ask for prompts, once more for each lost answer; whether it has something to put now."""
         if worker.holding:
             return True
-        for _ in range(1 + answers_lost):
-            try:
-                lease = self.prompts.next(
-                    worker.name, worker.incarnation, worker.leased, worker.delivered, count, wait
-                )
-            except NotYet:
-                return False
-            if answers_lost:
+        request = (worker.name, worker.incarnation, worker.leased, worker.delivered, count, wait)
+        try:
+            for _ in range(answers_lost):
+                self.prompts.next(*request)
                 self.start_prompts()
+            lease = self.prompts.next(*request)
+        except NotYet:
+            return False
         assert len(lease.prompts) <= count
         assert lease.finished == (self.prompts.ledger.step >= self.steps)
         worker.leased, worker.delivered = lease.number, []
@@ -131,7 +130,7 @@ class Ring(RuleBasedStateMachine):
 
     def put(self, worker: Worker, times: int = 1) -> bool:
         """Put a group, and once more if the answer was lost; whether the buffer had an answer."""
-        first = worker.holding[0]
+        first, answer = worker.holding[0], ""
         for _ in range(times):
             try:
                 answer = self.buffer.put(first)
@@ -281,7 +280,20 @@ class Ring(RuleBasedStateMachine):
             assert lease.finished
 
 
-TestRing = Ring.TestCase
-TestRing.settings = settings(
-    max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class LongRing(Ring):
+    """The same, many times over."""
+
+
+def often(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+TestRing, TestLongRing = Ring.TestCase, pytest.mark.slow(LongRing.TestCase)
+TestRing.settings, TestLongRing.settings = often(50), often(600)

@@ -10,14 +10,21 @@ from rolecall import Actor, ActorDied, Finished, Graph, NotYet, Ref, idempotent
 
 
 class Ledger(Actor):
-    """mortal: it kills itself before it writes some lines, and after others."""
+    """mortal: it kills itself before it writes some lines, and after others.
 
-    def __init__(self, mortal: bool) -> None:
-        self.mortal = mortal
+    hunts: so many incarnations offer themselves to be killed: each says so and goes on, for 20 more lines.
+    """
+
+    def __init__(self, mortal: bool, hunts: int) -> None:
+        self.mortal, self.hunts = mortal, hunts
 
     def on_start(self) -> None:
         self._lines = (self.state_folder / "lines").open("a", buffering=1)
         self.count = 0
+        starts = self.state_folder / "starts"
+        with starts.open("a") as file:
+            file.write("x")
+        self.hunted = len(starts.read_text()) <= self.hunts
 
     def note(self, sender: str, number: int) -> None:
         self._write(sender, number)
@@ -34,10 +41,12 @@ class Ledger(Actor):
 
     def _write(self, sender: str, number: int) -> None:
         self._die_once(sender, number, when=30)
+        if self.hunted and self.count == 25:
+            self.report(hunted=True)
+        if self.hunted and self.count == 45:
+            signal.pause()
         self._lines.write(f"{sender} {number}\n")
         self.count += 1
-        if self.count % 25 == 0:
-            self.report(count=self.count)
         self._die_once(sender, number, when=60)
 
     def _die_once(self, sender: str, number: int, when: int) -> None:
@@ -78,13 +87,14 @@ class Sender(Actor):
 class Config:
     repeatable: bool = False
     mortal: bool = False
+    hunts: int = 0
     senders: int = 3
     count: int = 200
 
 
 def build(config: Config) -> Graph:
     graph = Graph("mail", max_restarts=1000)
-    ledger = graph.add("ledger", Ledger, mortal=config.mortal)
+    ledger = graph.add("ledger", Ledger, mortal=config.mortal, hunts=config.hunts)
     sender = graph.add("sender", Sender, ledger, count=config.count, repeatable=config.repeatable)
     graph.place(sender, replicas=config.senders)
     graph.until(sender)

@@ -1,0 +1,206 @@
+"""The buffer: what it takes in, refuses, hands out and remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rolecall import NotYet, Unrecoverable
+from rolecall.actors.buffer import Buffer
+from rolecall.actors.prompts import PromptSource
+from rolecall.runtime.ref import bind_transport
+
+from .fakes import Direct, Published, begin, group, ref
+
+
+@pytest.fixture
+def published() -> Published:
+    return Published(newest=9)
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Direct]:
+    """A prompt source with 40 prompts on loan to `w`."""
+    direct = Direct()
+    source = PromptSource(dataset="tiny", seed=0, groups_per_step=2, steps=20, max_staleness=19)
+    direct.actors["prompts"] = source
+    begin(source, tmp_path, "prompts")
+    source.advance(0, 0)
+    source.next("w", 1, 0, [], 40, False)
+    yield direct
+    bind_transport(None)
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, peers: Direct, published: Published) -> Buffer:
+    return started(tmp_path, published)
+
+
+def started(folder: Path, published: Published, capacity: int = 4, max_staleness: int = 2) -> Buffer:
+    made = Buffer(
+        capacity=capacity, max_staleness=max_staleness, prompts=ref("prompts"), weights=published.store
+    )
+    begin(made, folder, "buffer")
+    return made
+
+
+def returned(peers: Direct) -> list[int]:
+    source = peers.actors["prompts"]
+    assert isinstance(source, PromptSource)
+    return sorted(source.ledger.returned)
+
+
+def take(buffer: Buffer, step: int, groups: int = 2, version: int = 0, durable: int = 0) -> list[int]:
+    return [member.id for member in buffer.take(step, groups, version, durable).groups]
+
+
+def test_groups_come_out_whole(buffer: Buffer):
+    given = [group(0), group(1)]
+    assert [buffer.put(member) for member in given] == ["accepted", "accepted"]
+    batch = buffer.take(1, 2, 0, 0)
+    assert batch.groups == given
+    assert (batch.dropped, batch.depth) == ({}, 0)
+
+
+def test_too_few_groups_are_waited_for(buffer: Buffer):
+    buffer.put(group(0))
+    with pytest.raises(NotYet):
+        take(buffer, 1)
+    buffer.put(group(1))
+    assert take(buffer, 1) == [0, 1]
+
+
+def test_the_oldest_policy_goes_first(buffer: Buffer):
+    for id, version in [(0, 2), (1, 1), (2, 0), (3, 1)]:
+        buffer.put(group(id, version))
+    assert take(buffer, 1, version=2) == [2, 1]
+    assert take(buffer, 2, version=2) == [3, 0]
+
+
+def test_a_full_one_makes_workers_wait(buffer: Buffer):
+    for id in range(4):
+        buffer.put(group(id))
+    with pytest.raises(NotYet):
+        buffer.put(group(4))
+    take(buffer, 1)
+    assert buffer.put(group(4)) == "accepted"
+
+
+def test_a_batch_larger_than_the_buffer_is_an_error_not_a_wait(buffer: Buffer):
+    with pytest.raises(Unrecoverable, match="buffer of 4 groups can never give 5 at once") as caught:
+        take(buffer, 1, groups=5)
+    assert caught.value.exit_code == 2
+
+
+def test_the_same_group_again_is_accepted_once(buffer: Buffer):
+    """Its first answer was lost: in every state the group may be in by now."""
+    first = group(0)
+    assert buffer.put(first) == buffer.put(first) == "accepted"
+    buffer.put(group(1))
+    assert take(buffer, 1) == [0, 1]
+    assert buffer.put(first) == "accepted"
+    assert buffer.record.dropped == {}
+    with pytest.raises(NotYet):
+        take(buffer, 2)
+
+
+def test_another_group_of_the_same_prompt_is_a_duplicate(buffer: Buffer):
+    buffer.put(group(0))
+    buffer.put(group(1))
+    assert buffer.put(group(0, reward=0.5)) == "duplicate"  # waiting
+    take(buffer, 1)
+    assert buffer.put(group(0, reward=0.5)) == "duplicate"  # handed out
+    for id in (2, 3):
+        buffer.put(group(id))
+    take(buffer, 2, durable=1)
+    assert buffer.put(group(0)) == "duplicate"  # trained
+    assert buffer.record.dropped == {"duplicate": 3}
+
+
+def test_what_no_version_sampled_is_refused(buffer: Buffer, peers: Direct):
+    assert buffer.put(group(0, digest="another adapter's")) == "unknown"
+    assert buffer.put(group(1, version=10)) == "unknown"  # 10 was never published
+    assert buffer.record.dropped == {"unknown": 2}
+    assert buffer.put(group(0)) == "accepted"
+    assert returned(peers) == []  # still on loan: the worker says that they were not delivered
+
+
+def test_a_version_published_later_is_known_then(buffer: Buffer, published: Published):
+    assert buffer.put(group(0, version=10)) == "unknown"
+    published.newest = 10
+    assert buffer.put(group(0, version=10)) == "accepted"
+
+
+@pytest.mark.parametrize(("version", "answer"), [(5, "accepted"), (4, "stale")])
+def test_what_is_too_old_on_arrival_is_refused(buffer: Buffer, version: int, answer: str):
+    with pytest.raises(NotYet):
+        take(buffer, 1, version=7)  # the trainer is at 7, two more are allowed
+    assert buffer.put(group(0, version)) == answer
+
+
+def test_an_old_group_is_stale_though_its_version_is_gone(buffer: Buffer, published: Published):
+    with pytest.raises(NotYet):
+        take(buffer, 1, version=9)
+    assert buffer.put(group(0, 3, digest="whatever: the manifest was collected")) == "stale"
+
+
+def test_what_grew_too_old_inside_is_dropped_and_sampled_again(buffer: Buffer, peers: Direct):
+    buffer.put(group(0, 1))
+    buffer.put(group(1, 2))
+    batch = buffer.take(1, 2, 4, 0)
+    assert batch.groups == [] and batch.dropped == {"stale": 1} and batch.depth == 1
+    assert returned(peers) == [0]
+    assert buffer.put(group(0, 4)) == "accepted"
+    assert take(buffer, 1, version=4) == [1, 0]
+
+
+def test_a_batch_is_the_same_however_often_it_is_taken(buffer: Buffer):
+    for id in range(4):
+        buffer.put(group(id))
+    first = take(buffer, 1)
+    assert take(buffer, 2, version=1) == [2, 3]
+    assert take(buffer, 1, version=2) == first  # the trainer died and is back at its checkpoint
+    assert take(buffer, 1, version=9) == first  # too old by now, but what the step was made of
+    assert take(buffer, 2, version=9) == [2, 3]
+
+
+def test_a_restart_forgets_nothing(tmp_path: Path, buffer: Buffer, published: Published):
+    for id in range(4):
+        buffer.put(group(id))
+    take(buffer, 1)
+    buffer.put(group(4))
+    buffer.put(group(0, reward=0.5))
+    restarted = started(tmp_path, published)
+    assert restarted.record.dropped == {"duplicate": 1}
+    assert take(restarted, 1) == [0, 1]
+    assert restarted.put(group(5)) == "accepted"
+    with pytest.raises(NotYet):
+        restarted.put(group(6))  # full as before
+    assert take(restarted, 2) == [2, 3]
+    again = started(tmp_path, published)
+    assert take(again, 1) == [0, 1] and take(again, 2) == [2, 3] and take(again, 3) == [4, 5]
+
+
+def test_what_is_durable_leaves_the_disk_but_stays_known(
+    tmp_path: Path, buffer: Buffer, published: Published
+):
+    for id in (1, 0, 2, 3):
+        buffer.put(group(id))
+    take(buffer, 1)
+    take(buffer, 2, durable=1)
+    assert sorted(path.name for path in buffer.state_folder.glob("*.group")) == ["2.group", "3.group"]
+    restarted = started(tmp_path, published)
+    assert restarted.put(group(1, reward=0.5)) == "duplicate"
+    assert take(restarted, 2) == [2, 3]
+    assert (restarted.record.trained_below, restarted.record.trained) == (2, set())
+
+
+def test_a_kill_between_two_writes_leaves_no_broken_group(
+    tmp_path: Path, buffer: Buffer, published: Published
+):
+    buffer.put(group(0))
+    (buffer.state_folder / "1.new").write_bytes(b"half a gro")
+    restarted = started(tmp_path, published)
+    assert restarted.put(group(1)) == "accepted"
+    assert take(restarted, 1) == [0, 1]

@@ -1,0 +1,217 @@
+"""The prompt source: who is lent what, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rolecall import NotYet, Unrecoverable
+from rolecall.actors.prompts import PromptSource
+from rolecall.actors.types import Lease
+
+from .fakes import begin
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def source(tmp_path: Path, clock: Clock) -> PromptSource:
+    """4 steps of 2 groups, at most 1 version behind; version 0 is out."""
+    made = started(tmp_path, clock)
+    made.advance(0, 0)
+    return made
+
+
+def started(folder: Path, clock: Clock | None = None, **changes) -> PromptSource:
+    settings = {"dataset": "tiny", "seed": 0, "groups_per_step": 2, "steps": 4, "max_staleness": 1}
+    made = PromptSource(**(settings | changes), lease_s=600.0, clock=clock or Clock())
+    begin(made, folder, "prompts")
+    return made
+
+
+def ask(
+    source: PromptSource,
+    worker: str = "w",
+    *,
+    after: Lease | None = None,
+    delivered: list[int] | None = None,
+    count: int = 2,
+    wait: bool = False,
+    incarnation: int = 1,
+) -> Lease:
+    """One `next`; without word on them, all groups of the lease before count as delivered."""
+    ids = ids_of(after) if after and delivered is None else delivered or []
+    return source.next(worker, incarnation, after.number if after else 0, ids, count, wait)
+
+
+def ids_of(lease: Lease) -> list[int]:
+    return [prompt.id for prompt in lease.prompts]
+
+
+def test_prompts_come_in_the_order_of_the_data_set(source: PromptSource):
+    first = ask(source, count=3)
+    assert ids_of(first) == [0, 1, 2]
+    assert [(prompt.text, prompt.answer) for prompt in first.prompts] == [source.rows[id] for id in range(3)]
+    assert (first.version, first.finished) == (0, False)
+
+
+def test_nothing_is_lent_before_a_version_is_out(tmp_path: Path):
+    source = started(tmp_path)
+    assert ids_of(ask(source)) == []
+    with pytest.raises(NotYet):
+        ask(source, wait=True)
+    source.advance(0, 0)
+    assert ids_of(ask(source, wait=True)) == [0, 1]
+
+
+@pytest.mark.parametrize(("max_staleness", "admitted"), [(0, 2), (1, 4), (3, 8)])
+def test_no_more_is_admitted_than_can_be_trained_in_time(tmp_path: Path, max_staleness: int, admitted: int):
+    source = started(tmp_path, steps=10, max_staleness=max_staleness)
+    source.advance(0, 0)
+    assert len(ask(source, "w1", count=99).prompts) == admitted
+    assert ids_of(ask(source, "w2", count=99)) == []
+    source.advance(1, 1)
+    assert ids_of(ask(source, "w2", count=99)) == [admitted, admitted + 1]
+
+
+def test_a_version_every_two_steps_admits_two_steps_at_once(tmp_path: Path):
+    source = started(tmp_path, steps=10, max_staleness=0, publish_every=2)
+    source.advance(0, 0)
+    assert len(ask(source, count=99).prompts) == 4
+
+
+def test_no_prompt_is_beyond_the_last_step(source: PromptSource):
+    source.advance(3, 3)
+    lease = ask(source, count=99)
+    assert ids_of(lease) == list(range(8)) and not lease.finished
+    source.advance(4, 4)
+    assert ask(source, "late", wait=True).finished  # even one that waits hears of it
+    assert ids_of(ask(source, "late")) == []
+
+
+def test_two_workers_never_get_the_same(source: PromptSource):
+    assert ids_of(ask(source, "a")) == [0, 1]
+    assert ids_of(ask(source, "b")) == [2, 3]
+
+
+def test_what_was_not_delivered_is_lent_again_and_first(source: PromptSource):
+    first = ask(source, count=3)
+    assert ids_of(ask(source, after=first, delivered=[0, 2], count=2)) == [1, 3]
+
+
+def test_a_new_incarnation_gets_what_died_with_the_old_one(source: PromptSource):
+    assert ids_of(ask(source)) == [0, 1]
+    assert ids_of(ask(source, incarnation=2)) == [0, 1]
+
+
+def test_an_old_incarnation_gets_nothing(source: PromptSource):
+    ask(source, incarnation=2)
+    late = ask(source, incarnation=1, wait=True)
+    assert ids_of(late) == [] and late.number == 0
+    assert ids_of(ask(source, "other")) == [2, 3]
+
+
+def test_a_request_made_again_for_a_lost_answer_gets_the_same(source: PromptSource):
+    first = ask(source)
+    lost = ask(source, after=first)
+    assert ids_of(lost) == [2, 3]
+    again = ask(source, after=first)
+    assert ids_of(again) == [2, 3] and again.number > lost.number
+
+
+def test_word_of_an_older_lease_settles_nothing_of_a_newer_one(source: PromptSource):
+    """Group 0 was delivered, dropped, and is lent to the same worker again, by an answer that is lost."""
+    first = ask(source, count=1)
+    source.give_back([0])
+    lost = ask(source, after=first, count=1)
+    again = ask(source, after=first, count=1)
+    assert ids_of(lost) == ids_of(again) == [0]
+
+
+def test_a_dropped_group_is_sampled_again(source: PromptSource):
+    first = ask(source)
+    second = ask(source, after=first)
+    source.give_back([1])
+    assert ids_of(ask(source, after=second)) == [1]
+
+
+def test_a_group_dropped_before_its_worker_reports_it_is_not_lost(source: PromptSource):
+    first = ask(source)
+    source.give_back([0])
+    assert ids_of(ask(source, after=first)) == [0, 2]
+
+
+def test_giving_back_twice_is_giving_back_once(source: PromptSource):
+    first = ask(source)
+    ask(source, after=first, count=0)
+    source.give_back([0])
+    source.give_back([0])
+    assert ids_of(ask(source, count=9)) == [0, 2, 3]
+
+
+def test_what_was_never_lent_cannot_be_given_back(source: PromptSource):
+    source.give_back([7])
+    assert ids_of(ask(source, count=99)) == [0, 1, 2, 3]
+
+
+def test_a_worker_that_has_vanished_loses_its_lease(source: PromptSource, clock: Clock):
+    ask(source, "vanished")
+    clock.now = 599.0
+    assert source.step() == 5.0
+    assert ids_of(ask(source, "other")) == [2, 3]
+    clock.now = 601.0
+    source.step()
+    assert ids_of(ask(source, "third")) == [0, 1]
+
+
+def test_after_a_restart_it_knows_what_it_has_lent(source: PromptSource, tmp_path: Path, clock: Clock):
+    first = ask(source, "a", count=3)
+    source.advance(1, 1)
+    source.give_back([1])
+    clock.now = 10_000.0
+    restarted = started(tmp_path, clock)
+    restarted.step()  # takes nothing back: a lease's time begins anew: the clock may be another machine's
+    assert ids_of(ask(restarted, "b", count=9)) == [1, 3, 4, 5]
+    assert ask(restarted, "a", after=first, count=0).version == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_without_staleness_a_version_starts_afresh(tmp_path: Path, version: int):
+    """The trainer went back from step 2 to a checkpoint at 1, and its workers have lost what they gave it."""
+    source = started(tmp_path, max_staleness=0)
+    source.advance(0, 0)
+    lease = ask(source, "a")
+    source.advance(1, 1)
+    lease = ask(source, "a", after=lease, delivered=[])
+    assert ids_of(lease) == [2, 3]
+    source.advance(1, version)
+    if version == 1:  # nothing new: what is being sampled is still wanted
+        assert ids_of(ask(source, "b")) == []
+    else:
+        assert ids_of(ask(source, "b")) == [2, 3]
+
+
+def test_the_long_poll_for_a_newer_version(source: PromptSource):
+    assert source.policy(-1) == 0
+    with pytest.raises(NotYet):
+        source.policy(0)
+    source.advance(1, 1)
+    assert source.policy(0) == 1
+
+
+def test_a_broken_data_set_is_found_at_the_start(tmp_path: Path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(Unrecoverable, match=r"empty.jsonl has no rows") as caught:
+        started(tmp_path, dataset=str(tmp_path / "empty.jsonl"))
+    assert caught.value.exit_code == 2

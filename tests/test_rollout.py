@@ -1,0 +1,219 @@
+"""The rollout worker, alone with real peers and a fake engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rolecall import Finished, Ref, Unrecoverable
+from rolecall.actors.buffer import Buffer
+from rolecall.actors.engines import Sampling
+from rolecall.actors.prompts import PromptSource
+from rolecall.actors.reward import Reward, exact_match
+from rolecall.actors.types import Group, Prompt
+from rolecall.runtime.ref import Call, bind_transport
+from rolecall.runtime.store import PolicyStore, Store
+
+from .fakes import Direct, FakeEngine, FakeRollout, begin, ref
+
+STEPS, BATCH, GROUP_SIZE = 4, 4, 3
+
+
+class Peers(Direct):
+    """Everybody round the worker: 4 steps of 4 groups, version 0 published, at most 2 versions behind."""
+
+    def __init__(self, folder: Path, max_staleness: int) -> None:
+        super().__init__()
+        self.folder = folder
+        self.prompts = PromptSource(
+            dataset="tiny", seed=0, groups_per_step=BATCH, steps=STEPS, max_staleness=max_staleness
+        )
+        self.buffer = Buffer(
+            capacity=99, max_staleness=max_staleness, prompts=ref("prompts"), weights=Store()
+        )
+        self.reward = Reward(fn=exact_match)
+        self.actors |= {"prompts": self.prompts, "buffer": self.buffer, "reward": self.reward}
+        for name, actor in self.actors.items():
+            begin(actor, folder, name)
+        self.store: PolicyStore = Store().open("local", folder)
+        self.epoch = self.store.take_epoch()
+        self.publish(0, step=0)
+
+    def publish(self, version: int, *, step: int) -> None:
+        files = {"adapter.bin": f"weights after step {step}".encode()}
+        self.store.publish(files, version=version, step=step, epoch=self.epoch)
+        self.prompts.advance(step, version)
+
+    def worker(
+        self, *, sink: bool, name: str = "rollout", incarnation: int = 1, lease: int = BATCH, node: str = ""
+    ) -> FakeRollout:
+        to: Ref[Buffer] | None = ref("buffer") if sink else None
+        made = FakeRollout(
+            model="fake", sampling=Sampling(max_tokens=4), group_size=GROUP_SIZE, lease=lease, seed=5,
+            prompts=ref("prompts"), reward=ref("reward"), weights=Store(), sink=to,
+        )  # fmt: skip
+        begin(made, self.folder, name, incarnation=incarnation, node=node)
+        return made
+
+    def delivered(self) -> list[Group]:
+        return [self.buffer._waiting[id] for id in sorted(self.buffer._waiting)]
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    yield Peers(tmp_path, max_staleness=2)
+    bind_transport(None)
+
+
+@pytest.fixture
+def sync_peers(tmp_path: Path) -> Iterator[Peers]:
+    yield Peers(tmp_path, max_staleness=0)
+    bind_transport(None)
+
+
+def test_one_round_is_lease_sample_score_put(peers: Peers):
+    worker = peers.worker(sink=True, lease=3, node="far")
+    assert worker.step() == 0.0
+    groups = peers.delivered()
+    assert [group.id for group in groups] == [0, 1, 2]
+    published = peers.store.policy(0)
+    for group in groups:
+        assert group.prompt_ids == list(group.prompt.text.encode())
+        assert (group.version, group.digest, group.worker) == (0, published.digest, "far/rollout")
+        assert len(group.completions) == GROUP_SIZE
+        for completion in group.completions:
+            assert completion.reward == exact_match(group.prompt, completion.text)
+            assert len(completion.ids) == len(completion.logprobs)
+    assert peers.prompts.ledger.loans.keys() == {0, 1, 2}
+    worker.step()  # asking again says that they were delivered
+    assert peers.prompts.ledger.loans.keys() == {3, 4, 5}
+    assert peers.prompts.ledger.returned == []
+
+
+def test_it_samples_with_the_newest_version(peers: Peers):
+    worker = peers.worker(sink=True)
+    worker.step()
+    peers.publish(1, step=1)
+    worker.step()
+    assert [group.version for group in peers.delivered()] == [0] * BATCH + [1] * BATCH
+    assert peers.delivered()[-1].digest == peers.store.policy(1).digest
+
+
+def test_every_completion_has_a_seed_of_its_own_for_ever(peers: Peers):
+    worker = peers.worker(sink=True)
+    worker.step()
+    engine = worker.engine
+    assert isinstance(engine, FakeEngine)
+    assert len(set(engine.seeds)) == BATCH * GROUP_SIZE
+    assert all(0 <= seed < 2**64 for seed in engine.seeds)
+    prompt = Prompt(id=1, text="", answer="")
+    other = peers.worker(sink=True, name="another", incarnation=9)
+    assert [other._seed_of(prompt, sibling) for sibling in range(GROUP_SIZE)] == engine.seeds[3:6]
+
+
+def test_a_refused_group_is_lent_again(peers: Peers):
+    worker = peers.worker(sink=True)
+    worker.step()
+    peers.publish(1, step=1)
+    peers.publish(2, step=2)
+    worker.engine.digest = "of another adapter"
+    worker.engine.version = 2  # so that it does not load the right one
+    worker.step()
+    assert peers.buffer.record.dropped == {"unknown": BATCH}
+    worker.engine.version = 0
+    worker.step()
+    assert [group.id for group in peers.delivered()] == list(range(2 * BATCH))
+
+
+def test_a_duplicate_is_not_sampled_for_ever(peers: Peers):
+    peers.worker(sink=True).step()
+    restarted = peers.worker(sink=True, incarnation=2)  # it died before it could say what was delivered
+    peers.publish(1, step=0)
+    restarted.step()
+    assert peers.buffer.record.dropped == {"duplicate": BATCH}
+    restarted.step()
+    assert [group.id for group in peers.delivered()] == list(range(2 * BATCH))
+
+
+def test_a_death_at_any_message_loses_nothing(peers: Peers):
+    class Died(Exception):
+        pass
+
+    messages = 0
+
+    def die_at(number: int) -> None:
+        def before(name: str, call: Call) -> None:
+            nonlocal messages
+            messages += 1
+            if messages == number:
+                raise Died
+
+        nonlocal messages
+        messages = 0
+        peers.before = before
+
+    incarnation, worker = 1, peers.worker(sink=True)
+    for number in range(1, 12):
+        die_at(number)
+        try:
+            worker.step()
+        except Died:
+            incarnation += 1
+            worker = peers.worker(sink=True, incarnation=incarnation)
+    die_at(0)
+    worker.step()
+    ids = [group.id for group in peers.delivered()]
+    on_loan = {*peers.prompts.ledger.loans, *peers.prompts.ledger.returned}
+    assert {*ids, *on_loan} == set(range(peers.prompts.ledger.next))
+    assert len(ids) >= 2 * BATCH
+
+
+def test_it_finishes_with_the_run(peers: Peers):
+    worker = peers.worker(sink=True)
+    peers.publish(1, step=STEPS)
+    with pytest.raises(Finished):
+        worker.step()
+
+
+def test_a_broken_reward_ends_the_run(peers: Peers):
+    def broken(prompt: Prompt, completion: str) -> float:
+        return math.nan
+
+    peers.reward.fn = broken
+    with pytest.raises(Unrecoverable, match="reward function broken gave nan"):
+        peers.worker(sink=True).step()
+
+
+def test_without_a_sink_it_waits_to_be_taken_from(sync_peers: Peers):
+    workers = [sync_peers.worker(sink=False, name=name, lease=2) for name in ("a", "b")]
+    assert [worker.step() for worker in workers] == [None, None]
+    parts = [worker.take(1, BATCH, 0, 0).groups for worker in workers]
+    assert [[group.id for group in part] for part in parts] == [[0, 1], [2, 3]]
+    assert workers[0].take(1, BATCH, 0, 0).groups == parts[0]
+    sync_peers.publish(1, step=1)
+    assert [group.id for group in workers[1].take(2, BATCH, 1, 1).groups] == [4, 5]
+    assert [group.version for group in workers[0].take(2, BATCH, 1, 1).groups] == [1, 1]
+
+
+def test_a_share_that_died_with_its_worker_is_sampled_again_and_the_same(sync_peers: Peers):
+    worker = sync_peers.worker(sink=False, lease=2)
+    before = worker.take(1, BATCH, 0, 0).groups
+    other = sync_peers.worker(sink=False, name="other", lease=2)
+    other.take(1, BATCH, 0, 0)
+    after = sync_peers.worker(sink=False, incarnation=2, lease=2).take(1, BATCH, 0, 0).groups
+    assert after == before
+
+
+def test_a_trainer_that_went_back_gets_the_same_prompts_under_its_own_version(sync_peers: Peers):
+    worker = sync_peers.worker(sink=False)
+    first = worker.take(1, BATCH, 0, 0).groups
+    sync_peers.publish(1, step=1)
+    worker.take(2, BATCH, 1, 0)
+    sync_peers.publish(2, step=0)
+    again = worker.take(1, BATCH, 2, 0).groups
+    assert [group.id for group in again] == [group.id for group in first]
+    assert [group.version for group in again] == [2] * BATCH
+    texts = [[completion.text for completion in group.completions] for group in again]
+    assert texts == [[completion.text for completion in group.completions] for group in first]
