@@ -5,8 +5,10 @@ was handled; when the receiver dies the rest is sent again, in order, to its nex
 tells what was done before. So a message is handled exactly once for all kills in between, or its sender is
 told that it may have been.
 
-There is no I/O thread: libzmq moves the bytes in the background, and whoever waits (for a message, or for an
-answer) drives the sockets meanwhile. Several threads may wait; one of them drives for all.
+libzmq moves the bytes in the background, and whoever waits (for a message, or for an answer) drives the
+sockets meanwhile. Several threads may wait; one of them drives for all. What is sent without waiting goes out
+with the next wait, in one datagram with whatever else there is for that actor; or, if its sender computes,
+within about a millisecond by a thread that does nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,27 @@ from .control import Member, Stop, ToActor, inbox_path, page_path, quiet_socket
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError, RolecallError
 from .mailbox import Incoming, Mailbox
 from .page import Fate, Page
-from .peer import Outgoing, Peer, Pending
-from .ref import Call
+from .peer import Heard, Outgoing, Peer, Pending
+from .ref import Answer, Call
 from .remote import RemoteActor
-from .wire import Header, Kind, decode_body, decode_header, encode_body, encode_header
+from .wire import (
+    Header,
+    Kind,
+    encode_body,
+    encode_call,
+    pack_done,
+    pack_message,
+    pack_reply,
+    unpack_messages,
+    unpack_replies,
+)
 
 __all__ = ["Endpoint"]
 
 TELL_TIMEOUT_S = 300.0  # how long a tell waits for room in the receiver's mailbox
+BATCH = 64  # messages or answers that wait for nothing else before they are sent
+LATE_S = 0.001  # what waits longer is sent by a thread of its own
+BREATH_S = 0.005
 POLL_S = 1.0  # how long a wait sleeps at most before it looks at its deadline
 _from_supervisor = msgpack.Decoder(ToActor)
 
@@ -58,9 +72,17 @@ class Endpoint:
         self._seq = 0
         self._members: dict[str, Member] = {}
         self._peers: dict[str, Peer] = {}
-        self._outbox: deque[Callable[[], None]] = deque()  # only the thread that drives touches a socket
+        self._replicas: dict[str, list[str]] = {}
+        self._news = False  # of members, for the page
+        # What waits to be sent; only the thread that drives touches a socket.
+        self._unsent: dict[str, Peer] = {}
+        self._replies: deque[tuple[bytes, int, bytes, Sequence[Any]]] = deque()  # route, seq, record, buffers
+        self._words: deque[bytes] = deque()  # for the supervisor
         self._turn = threading.Condition()
         self._driver: int | None = None  # the thread that drives the sockets now
+        self._drove = 0.0
+        self._late = threading.Event()
+        self._sender: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._zmq = zmq.Context()
         self._inbox = quiet_socket(self._zmq, zmq.ROUTER)
@@ -79,40 +101,42 @@ class Endpoint:
     # --- sending -----------------------------------------------------------------------------------------
 
     def replicas(self, name: str) -> Sequence[str]:
+        if not self._members:
+            self._wait_for_members()
+        return self._replicas.get(name) or [name]
+
+    def _wait_for_members(self) -> None:
         deadline = min(self.now() + TELL_TIMEOUT_S, self.deadline)
         while not self._members and self.now() < deadline:  # a role's replicas are known with the first word
             self._raise_if_stopping()
             self._drive(POLL_S)
-        members = [member for member in self._members.values() if member.role == name]
-        there = [member.name for member in members if member.state != "gone"]
-        return there or [member.name for member in members[:1]] or [name]
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
-        deadline = min(time.monotonic() + timeout_s, self.deadline)
-        if any(name in self.remotes for name in names):
-            return [self.remotes[name].ask(call, deadline, self._between) for name in names]
-        pendings = [Pending(name, deadline) for name in names]
-        for pending in pendings:
-            self._post(pending.name, call, pending)
-        for pending in pendings:
-            self._wait(pending)
-        return [self._open(pending) for pending in pendings]
+        answers = [self._ask(name, call, timeout_s) for name in names]
+        for answer in answers:
+            if isinstance(answer, Pending):
+                self._wait(answer)  # for all, before the first that failed is raised
+        return [answer.result() for answer in answers]
 
-    def _open(self, pending: Pending) -> Any:
-        if pending.error is not None:
-            raise pending.error
-        assert pending.answer is not None
-        kind, frames = pending.answer
-        value = decode_body(frames)
-        if kind is Kind.ERROR:
-            raise value
-        return value
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
+        answer = self._ask(name, call, timeout_s)
+        self._send_soon()
+        return answer
+
+    def _ask(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
+        deadline = min(time.monotonic() + timeout_s, self.deadline)
+        if name in self.remotes:
+            return Heard(self.remotes[name].ask(call, deadline, self._between))
+        pending = Pending(name, deadline, self._wait)
+        self._post(name, call, pending)
+        return pending
 
     def tell(self, name: str, call: Call) -> None:
         if name in self.remotes:
             self.remotes[name].ask(call, time.monotonic() + TELL_TIMEOUT_S, self._between)
         else:
             self._post(name, call)
+            self._send_soon()
 
     def _between(self) -> None:
         """Called between two tries of a request to another machine: hear the supervisor meanwhile."""
@@ -123,23 +147,39 @@ class Endpoint:
         chain = (*self.chain, self.name)
         if pending is not None and name in chain:
             raise DeadlockError.of(chain, name, call.method)
-        peer = self._peers.setdefault(name, Peer(name))
-        deadline = time.monotonic() + TELL_TIMEOUT_S if pending is None else pending.deadline
-        self._wait_for_room(peer, deadline)
-        body = encode_body((call.method, call.args, call.kwargs))
-        kind, until = (Kind.TELL, 0.0) if pending is None else (Kind.ASK, deadline)
+        peer = self._peers.get(name) or self._peers.setdefault(name, Peer(name))
+        if peer.full:
+            self._wait_for_room(
+                peer, TELL_TIMEOUT_S + time.monotonic() if pending is None else pending.deadline
+            )
+        body, buffers = encode_call(call.method, call.args, call.kwargs)
+        kind, until = (Kind.TELL, 0.0) if pending is None else (Kind.ASK, pending.deadline)
         with self._turn:  # messages leave in the order of their seq, whichever thread they come from
             self._seq += 1
             header = Header(kind, self._seq, self.incarnation, until, chain, call.method)
-            frames = [encode_header(header), *body]
-            size = sum(memoryview(frame).nbytes for frame in frames)
-            message = Outgoing(self._seq, call.method, call.idempotent, frames, size, pending)
-            self._outbox.append(partial(self._send_to, peer, message))
-        self._drive(0.0)
+            record = pack_message(header, body)
+            peer.add(Outgoing(self._seq, call.method, call.idempotent, record, buffers, pending))
+            self._unsent[name] = peer
+        if pending is not None:
+            pending.seq = header.seq
+        if buffers or len(peer.unsent) >= BATCH:
+            self._drive(0.0)
 
-    def _send(self, action: Callable[[], None]) -> None:
-        self._outbox.append(action)
-        self._drive(0.0)
+    def _send_soon(self) -> None:
+        """Let the sending thread send what nobody's wait has sent by then."""
+        if not self._late.is_set():
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_late, daemon=True)
+                self._sender.start()
+            self._late.set()
+
+    def _send_late(self) -> None:
+        while True:
+            self._late.wait()
+            time.sleep(LATE_S)
+            self._late.clear()
+            if self._unsent or self._replies or self._words:
+                self._drive(0.0, send_only=True)
 
     def _wait_for_room(self, peer: Peer, deadline: float) -> None:
         while peer.full:
@@ -155,8 +195,9 @@ class Endpoint:
             self._raise_if_stopping()
             left = pending.deadline - time.monotonic()
             if left <= 0:
-                pending.settle(error=AskTimeout(f"no answer from {pending.name} within the deadline"))
-                self._send(partial(self._abandon, pending))
+                pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
+                with self._turn:
+                    self._peers[pending.name].remove(pending.seq)
                 return
             self._drive(min(left, POLL_S), pending)
 
@@ -164,74 +205,87 @@ class Endpoint:
         if self.stopping:
             raise ActorStopped(f"{self.name} is being stopped")
 
-    def _abandon(self, pending: Pending) -> None:
-        peer = self._peers[pending.name]
-        for seq in [seq for seq, message in peer.unhandled.items() if message.pending is pending]:
-            peer.remove(seq)
-
     # --- driving the sockets -----------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None) -> None:
         """Let messages in until there is one to handle, the supervisor says stop, or the time is over."""
         self._drive(POLL_S if timeout_s is None else max(0.0, min(timeout_s, POLL_S)))
+        self._forget_the_dead()
 
-    def _drive(self, timeout_s: float, pending: Pending | None = None) -> None:
+    def breathe(self) -> None:
+        """Between two messages of many: let answers out and the supervisor's word in, now and then."""
+        if len(self._replies) >= BATCH or time.monotonic() - self._drove > BREATH_S:
+            self._drive(0.0)
+
+    def _drive(self, timeout_s: float, pending: Pending | None = None, *, send_only: bool = False) -> None:
         """Move messages for up to `timeout_s`, or until another thread that drives has settled `pending`."""
         with self._turn:
             if self._driver is not None:
-                if self._outbox:  # the driver sleeps in its poll: let it send what we posted
-                    os.eventfd_write(self._wake, 1)
+                if self._unsent or self._replies or self._words:
+                    os.eventfd_write(self._wake, 1)  # the driver sleeps in its poll: let it send them
                 if timeout_s and not (pending and pending.done):
                     self._turn.wait(timeout_s)
                 return
-            if pending and pending.done:
+            if (pending and pending.done) or self._zmq.closed:
                 return
             self._driver = threading.get_ident()
         try:
-            self._turn_over(timeout_s)
+            if not send_only:
+                self._turn_over(timeout_s)
         finally:
             with self._turn:
-                self._flush()  # what others posted too late for the poll to see
+                self._flush()  # also what others posted too late for the poll to see
                 self._driver = None
                 self._turn.notify_all()
 
     def _turn_over(self, timeout_s: float) -> None:
         self._flush()
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        self._drove = time.monotonic()
         if self._wake in ready:
             os.eventfd_read(self._wake)
-            self._flush()
         if self._supervisor in ready:
             self._hear_supervisor()
-        for peer in list(self._peers.values()):
-            if peer.socket in ready:
-                self._hear_answers(peer)
         if self._inbox in ready:
             self._hear_mail()
+        if len(ready) > (self._inbox in ready):
+            for peer in list(self._peers.values()):
+                if peer.socket in ready:
+                    self._hear_answers(peer)
 
     def _flush(self) -> None:
-        while self._outbox:
-            self._outbox.popleft()()
+        """Send all that waits to be sent."""
+        while self._words:
+            self._supervisor.send(self._words.popleft())
+        while self._unsent:
+            _, peer = self._unsent.popitem()
+            self._send_to(peer)
+        if self._replies:
+            self._send_replies()
 
-    def _send_to(self, peer: Peer, message: Outgoing) -> None:
-        peer.add(message)
+    def _send_to(self, peer: Peer) -> None:
         member = self._members.get(peer.name)
+        with self._turn:
+            messages, peer.unsent = peer.unsent, []
         if member is not None and member.state == "gone":
             self._fail(peer, member)
-        elif member is not None and member.state == "up":
-            self._connect(peer, member)
-            assert peer.socket is not None
-            peer.socket.send_multipart(message.frames, copy=False)
+        elif member is not None and member.state == "up" and not self._connect(peer, member):
+            peer.transmit(messages)
 
-    def _connect(self, peer: Peer, member: Member) -> None:
+    def _connect(self, peer: Peer, member: Member) -> bool:
+        """Whether it had to be connected, and so was sent all it has not handled."""
         if peer.incarnation == member.incarnation and peer.socket is not None:
-            return
+            return False
         self._disconnect(peer)
         peer.incarnation = member.incarnation
         peer.socket = quiet_socket(self._zmq, zmq.DEALER)
         peer.socket.setsockopt(zmq.IDENTITY, b"%d" % self.incarnation)
         peer.socket.connect(inbox_path(self.sockets, peer.name, member.incarnation))
         self._poller.register(peer.socket, zmq.POLLIN)
+        with self._turn:
+            messages, peer.unsent = list(peer.unhandled.values()), []
+        peer.transmit(messages)
+        return True
 
     def _disconnect(self, peer: Peer) -> None:
         if peer.socket is not None:
@@ -241,18 +295,23 @@ class Endpoint:
             peer.socket = None
 
     def _hear_answers(self, peer: Peer) -> None:
-        while peer.socket is not None and peer.socket.poll(0):
-            head, *body = peer.socket.recv_multipart(copy=False)
-            header = decode_header(head.bytes)
-            message = peer.remove(header.seq)
-            if message is None or message.pending is None:
-                continue
-            message.pending.settle((header.kind, [frame.buffer for frame in body]))
+        socket = peer.socket
+        while socket is not None and socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            data, *buffers = socket.recv_multipart(copy=False)
+            for kind, seq, body in unpack_replies(data.bytes):
+                with self._turn:
+                    message = peer.remove(seq)
+                if message is not None and message.pending is not None:
+                    pending = message.pending
+                    pending.kind, pending.body = kind, body
+                    pending.buffers = [frame.buffer for frame in buffers]
+                    pending.done = True
 
     # --- the supervisor's word ---------------------------------------------------------------------------
 
     def to_supervisor(self, frame: bytes) -> None:
-        self._send(partial(self._supervisor.send, frame))
+        self._words.append(frame)
+        self._drive(0.0)
 
     def _hear_supervisor(self) -> None:
         while self._supervisor.poll(0):
@@ -264,7 +323,8 @@ class Endpoint:
 
     def _meet(self, members: list[Member]) -> None:
         self._members = {member.name: member for member in members}
-        self._forget_the_dead(members)
+        self._replicas = _by_role(members)
+        self._news = True
         for peer in list(self._peers.values()):
             member = self._members.get(peer.name)
             if member is None:
@@ -273,13 +333,15 @@ class Endpoint:
                 self._fail(peer, member)
             elif member.state == "down" and peer.socket is not None:
                 self._lose(peer, member)
-            elif member.state == "up" and (member.incarnation != peer.incarnation or peer.socket is None):
+            elif member.state == "up":
                 self._connect(peer, member)
-                assert peer.socket is not None
-                for message in peer.unhandled.values():
-                    peer.socket.send_multipart(message.frames, copy=False)
 
-    def _forget_the_dead(self, members: list[Member]) -> None:
+    def _forget_the_dead(self) -> None:
+        """In the thread that handles messages: the page is its."""
+        if not self._news:
+            return
+        self._news = False
+        members = list(self._members.values())
         # Incarnations grow, so a sender above all of these is newer than this word, not dead.
         newest = max((member.incarnation for member in members), default=0)
         alive = {member.incarnation for member in members if member.state != "gone"}
@@ -295,15 +357,17 @@ class Endpoint:
             pending = message.pending
             if pending is None or message.idempotent or page.fate(self.incarnation, seq) is Fate.NEW:
                 continue
-            peer.remove(seq)
-            pending.settle(error=ActorDied(peer.name, member.reason, maybe_executed=True))
+            with self._turn:
+                peer.remove(seq)
+            pending.fail(ActorDied(peer.name, member.reason, maybe_executed=True))
 
     def _fail(self, peer: Peer, member: Member) -> None:
         """Its actor is gone for good: tell every asker, and write down what was only told."""
         self._disconnect(peer)
         page = Page(page_path(self.sockets, peer.name))
         for seq, message in list(peer.unhandled.items()):
-            peer.remove(seq)
+            with self._turn:
+                peer.remove(seq)
             fate = page.fate(self.incarnation, seq)
             if message.pending is not None:
                 if member.reason:
@@ -311,32 +375,67 @@ class Endpoint:
                     error: RolecallError = ActorDied(peer.name, member.reason, maybe_executed=began)
                 else:
                     error = ActorStopped(f"{peer.name} has stopped")
-                message.pending.settle(error=error)
+                message.pending.fail(error)
             elif fate is not Fate.DONE:
                 self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))
 
     # --- receiving ---------------------------------------------------------------------------------------
 
     def _hear_mail(self) -> None:
-        while self._inbox.poll(0):
-            route, head, *frames = self._inbox.recv_multipart(copy=False)
-            message = Incoming(decode_header(head.bytes), [frame.buffer for frame in frames], route.bytes)
-            self.mailbox.put(message)
+        inbox = self._inbox
+        while inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            route, data, *frames = inbox.recv_multipart(copy=False)
+            buffers, sender = [frame.buffer for frame in frames], route.bytes
+            for header, body in unpack_messages(data.bytes):
+                self.mailbox.put(Incoming(header, body, buffers, sender))
 
     def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None:
         """Tell the sender that its message was handled. A sender that died meanwhile needs no answer."""
-        header = message.header
-        reply = encode_header(Header(kind, header.seq, self.incarnation, 0.0, (), ""))
-        body = [] if kind is Kind.DONE else encode_body(value)
-        self._send(partial(self._send_back, [message.route, reply, *body]))
+        if kind is Kind.DONE:
+            self._replies.append((message.route, message.header.seq, b"", ()))
+        else:
+            body, buffers = encode_body(value)
+            record = pack_reply(kind, message.header.seq, body)
+            self._replies.append((message.route, 0, record, buffers))
+        if self.mailbox.ready:
+            self._send_soon()  # the next message may take long
+
+    def _send_replies(self) -> None:
+        records: dict[bytes, list[bytes]] = {}
+        done: dict[bytes, list[int]] = {}
+        while self._replies:
+            route, seq, record, buffers = self._replies.popleft()
+            if buffers:
+                self._send_back([route, record, *buffers])
+            elif record:
+                records.setdefault(route, []).append(record)
+            else:
+                done.setdefault(route, []).append(seq)
+        for route, seqs in done.items():
+            records.setdefault(route, []).append(pack_done(seqs))
+        for route, batch in records.items():
+            self._send_back([route, b"".join(batch)])
 
     def _send_back(self, frames: list[Any]) -> None:
         try:
-            self._inbox.send_multipart(frames, copy=False)
+            self._inbox.send_multipart(frames, copy=len(frames) == 2)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 
     def close(self) -> None:
-        self._zmq.destroy(linger=500)
+        self._drive(0.0)
+        with self._turn:
+            self._zmq.destroy(linger=500)
         os.close(self._wake)
+
+
+def _by_role(members: list[Member]) -> dict[str, list[str]]:
+    """The members of each role that are not gone; if all are, the first, so that asking it says so."""
+    there: dict[str, list[str]] = {}
+    for member in members:
+        if member.state != "gone":
+            there.setdefault(member.role, []).append(member.name)
+    for member in members:
+        there.setdefault(member.role, [member.name])
+    return there

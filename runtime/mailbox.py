@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +13,13 @@ from .wire import Header
 __all__ = ["Incoming", "Mailbox"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Incoming:
-    """A message that has arrived; `frames` is its body, not yet decoded; `route` leads back to its sender."""
+    """A message that has arrived; body and buffers are not yet decoded; `route` leads back to its sender."""
 
     header: Header
-    frames: list[Any] = field(repr=False)
+    body: bytes | memoryview = field(repr=False)
+    buffers: Sequence[Any] = field(repr=False)
     route: Any = None
     number: int = 0  # of its arrival
 
@@ -61,7 +63,8 @@ class Mailbox:
 
     def changed(self) -> None:
         """The actor's state may have changed: what was set aside deserves another try."""
-        self._retry = deque(self._aside)
+        if self._aside:
+            self._retry = deque(self._aside)
 
     def drain(self) -> list[Incoming]:
         """Take everything out, for an actor that stops."""

@@ -2,58 +2,93 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
-from .wire import Kind
+from .wire import Kind, decode_body
 
-__all__ = ["Outgoing", "Peer", "Pending"]
+__all__ = ["Heard", "Outgoing", "Peer", "Pending"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
-    """An ask that waits for its answer."""
+    """An ask that waits for its answer. `wait` waits until it is done, or settles it with AskTimeout."""
 
     name: str
     deadline: float
-    answer: tuple[Kind, list[Any]] | None = None
+    wait: Callable[[Pending], None]
+    seq: int = 0
+    kind: Kind = Kind.ASK
+    body: Any = None
+    buffers: Sequence[Any] = ()
     error: Exception | None = None
     done: bool = False
 
-    def settle(self, answer: tuple[Kind, list[Any]] | None = None, error: Exception | None = None) -> None:
-        self.answer, self.error, self.done = answer, error, True
+    def result(self) -> Any:
+        """The answer, opened in the thread that wanted it. Raises what the handler raised, or why there is none."""
+        if not self.done:
+            self.wait(self)
+        if self.error is not None:
+            raise self.error
+        value = decode_body(self.body, self.buffers)
+        if self.kind is Kind.ERROR:
+            raise value
+        return value
+
+    def fail(self, error: Exception) -> None:
+        self.error, self.done = error, True
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Heard:
+    """An answer that was there at once."""
+
+    value: Any
+    done: bool = True
+
+    def result(self) -> Any:
+        return self.value
+
+
+@dataclass(eq=False, slots=True)
 class Outgoing:
     """A message its receiver has not handled yet. `method` is the handler's name, `pending` None for a tell."""
 
     seq: int
     method: str
     idempotent: bool
-    frames: list[Any]
-    size: int
+    record: bytes
+    buffers: list[Any]
     pending: Pending | None
 
+    @property
+    def size(self) -> int:
+        return len(self.record) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class Peer:
-    """An actor this process sends to. `socket` is None while the actor is not up."""
+    """An actor this process sends to. `socket` is None while the actor is not up.
+
+    unhandled: what it has not handled, by seq; unsent: those of them it was not sent yet.
+    """
 
     name: str
     socket: zmq.Socket[bytes] | None = None
     incarnation: int = 0
-    unhandled: OrderedDict[int, Outgoing] = field(default_factory=OrderedDict)
+    unhandled: dict[int, Outgoing] = field(default_factory=dict)
+    unsent: list[Outgoing] = field(default_factory=list)
     size: int = 0
 
     def add(self, message: Outgoing) -> None:
         self.unhandled[message.seq] = message
+        self.unsent.append(message)
         self.size += message.size
 
     def remove(self, seq: int) -> Outgoing | None:
@@ -65,3 +100,18 @@ class Peer:
     @property
     def full(self) -> bool:
         return len(self.unhandled) >= MAX_UNHANDLED or self.size >= MAX_UNHANDLED_BYTES
+
+    def transmit(self, messages: Sequence[Outgoing]) -> None:
+        """Send these in order; small ones together. The socket must be there."""
+        assert self.socket is not None
+        small: list[bytes] = []
+        for message in messages:
+            if not message.buffers:
+                small.append(message.record)
+                continue
+            if small:
+                self.socket.send(b"".join(small))
+                small = []
+            self.socket.send_multipart([message.record, *message.buffers], copy=False)
+        if small:
+            self.socket.send(b"".join(small))

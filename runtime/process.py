@@ -102,6 +102,7 @@ class LifeSupport(Protocol):
 
     def now(self) -> float: ...
     def wait(self, timeout_s: float | None) -> None: ...
+    def breathe(self) -> None: ...
     def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None: ...
     def to_supervisor(self, frame: bytes) -> None: ...
 
@@ -139,32 +140,29 @@ class Life:
 
     def _loop(self) -> None:
         mailbox, endpoint = self.endpoint.mailbox, self.endpoint
-        step_at: float | None = 0.0
+        steps = type(self.actor).step is not Actor.step
+        step_at: float | None = 0.0 if steps else None
         while not endpoint.stopping:
             message = mailbox.next()
             if message is not None:
                 if self._handle(message):
                     mailbox.changed()
-                    step_at = 0.0
-            elif step_at is not None and step_at <= self.endpoint.now():
-                wait_s = self.actor.step()
-                step_at = None if wait_s is None else self.endpoint.now() + wait_s
+                    step_at = 0.0 if steps else None
+                endpoint.breathe()
+                continue
+            wait_s = None if step_at is None else max(0.0, step_at - endpoint.now())
+            endpoint.wait(wait_s)  # also when it is 0: answers must not wait for the step
+            if wait_s == 0.0 and not mailbox.ready and not endpoint.stopping:
+                pause_s = self.actor.step()
+                step_at = None if pause_s is None else endpoint.now() + pause_s
                 mailbox.changed()
-                endpoint.wait(0.0)
-            else:
-                endpoint.wait(None if step_at is None else step_at - self.endpoint.now())
-            self._bury()
+            if endpoint.dead_letters:
+                self._bury()
 
     def _handle(self, message: Incoming) -> bool:
         """Whether the handler ran, so that the actor's state may have changed."""
         header, page = message.header, self.endpoint.page
-        if header.kind is Kind.TELL and page.fate(header.sender, header.seq) is Fate.DONE:
-            self.endpoint.answer(message, Kind.DONE)  # only this word was lost
-            return False
-        refusal = self._refusal(message)
-        if refusal is not None:
-            page.done(header.sender, header.seq)
-            self._refuse(message, refusal)
+        if page.fate(header.sender, header.seq) is not Fate.NEW and not self._may_run_again(message):
             return False
         if header.deadline and header.deadline < self.endpoint.now():
             page.done(header.sender, header.seq)  # its asker has gone on with AskTimeout
@@ -183,16 +181,23 @@ class Life:
         self._answer(message, *answer)
         return True
 
-    def _refusal(self, message: Incoming) -> str | None:
-        """Why this message must not run (again); None if it may."""
+    def _may_run_again(self, message: Incoming) -> bool:
+        """Whether a message that was begun or done before runs (again); if not, its sender is told."""
         header, page = message.header, self.endpoint.page
-        if page.fate(header.sender, header.seq) is Fate.NEW:
-            return None
+        if header.kind is Kind.TELL and page.fate(header.sender, header.seq) is Fate.DONE:
+            self.endpoint.answer(message, Kind.DONE)  # only this word was lost
+            return False
         if page.deaths(header.sender, header.seq) >= POISON_DEATHS:
-            return f"{header.method} killed {self.actor.name} {POISON_DEATHS} times"
-        if is_idempotent(type(self.actor), header.method):
-            return None
-        return f"{self.actor.name} died while it handled {header.method}, or before its answer was sent"
+            refusal = f"{header.method} killed {self.actor.name} {POISON_DEATHS} times"
+        elif is_idempotent(type(self.actor), header.method):
+            return True
+        else:
+            refusal = (
+                f"{self.actor.name} died while it handled {header.method}, or before its answer was sent"
+            )
+        page.done(header.sender, header.seq)
+        self._refuse(message, refusal)
+        return False
 
     def _refuse(self, message: Incoming, reason: str) -> None:
         header = message.header
@@ -208,7 +213,7 @@ class Life:
         endpoint.chain = header.chain
         endpoint.deadline = header.deadline or float("inf")
         try:
-            method, args, kwargs = decode_body(message.frames)
+            method, args, kwargs = decode_body(message.body, message.buffers)
             answer = getattr(self.actor, method)(*args, **kwargs)
         except (NotYet, Finished):
             raise
@@ -225,7 +230,7 @@ class Life:
     def _answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         try:
             if kind is Kind.ERROR:
-                decode_body(encode_body(value))  # some exceptions pickle but do not unpickle
+                decode_body(*encode_body(value))  # some exceptions pickle but do not unpickle
             self.endpoint.answer(message, kind, value)
         except Exception as error:  # noqa: BLE001  whatever a value's own pickling raises goes to the asker
             what = f"its {'exception' if kind is Kind.ERROR else 'answer'} of type {type(value).__name__}"

@@ -8,19 +8,35 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from .errors import RolecallError
 
-__all__ = ["Ref", "Transport", "bind_transport"]
+__all__ = ["Answer", "Ref", "Transport", "bind_transport"]
 
 A = TypeVar("A", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 DEFAULT_TIMEOUT_S = 300.0
+
+
+class Answer(Protocol[R_co]):
+    """The answer to an ask that went out and may still be on its way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait. Looks only at what has been heard: asking others, waiting or
+        handling messages is what lets answers in."""
+        ...
+
+    def result(self) -> R_co:
+        """Wait for it; returns and raises what `Ref.ask` does."""
+        ...
 
 
 class Transport(Protocol):
     """What carries messages: sockets in a run, direct calls in a LocalRun."""
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]: ...
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Answer[Any]: ...
     def tell(self, name: str, call: Call) -> None: ...
     def replicas(self, name: str) -> Sequence[str]: ...
 
@@ -60,6 +76,18 @@ class Ref(Generic[A]):
         DeadlockError if the one asked is waiting for this answer.
         """
         return _transport().ask([self._one()], Call.of(message, args, kwargs), self.timeout_s)[0]
+
+    def ask_soon(
+        self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[R]:
+        """Send now, wait later: several waits can overlap, with each other or with work.
+
+            answers = [reward.ask_soon(Reward.score, group) for group in groups]
+            scores = [answer.result() for answer in answers]
+
+        The deadline counts from now.
+        """
+        return _transport().ask_soon(self._one(), Call.of(message, args, kwargs), self.timeout_s)
 
     def ask_each(
         self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs

@@ -130,8 +130,12 @@ class LocalRun:
     # --- the Transport of whoever runs now ---------------------------------------------------------------
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
+        answers = [self.ask_soon(name, call, timeout_s) for name in names]
+        return [answer.result() for answer in answers]
+
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> _Answer:
         assert self._current is not None
-        return self._current.ask(names, call, timeout_s)
+        return self._current.ask_soon(name, call, timeout_s)
 
     def tell(self, name: str, call: Call) -> None:
         assert self._current is not None
@@ -146,10 +150,26 @@ class _Killed(BaseException):
 
 
 class _Answer:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    """What `asker` waits for: the answer of `what`, as in "buffer.take"."""
+
+    def __init__(self, asker: _LocalActor, what: str, deadline: float) -> None:
+        self.asker, self.what, self.deadline = asker, what, deadline
         self.kind: Kind | None = None
-        self.frames: list[Any] = []
+        self.body, self.buffers = b"", []
+
+    @property
+    def done(self) -> bool:
+        return self.kind is not None
+
+    def set(self, kind: Kind, value: Any) -> None:
+        self.kind, (self.body, self.buffers) = kind, encode_body(value)
+
+    def result(self) -> Any:
+        self.asker.wait_for(self)
+        value = decode_body(self.body, self.buffers)
+        if self.kind is Kind.ERROR:
+            raise value
+        return value
 
 
 class _LocalActor:
@@ -208,23 +228,16 @@ class _LocalActor:
 
     # --- sending -----------------------------------------------------------------------------------------
 
-    def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
-        deadline = min(self.run.now + timeout_s, self.deadline)
-        answers = [self.post(name, call, deadline) for name in names]
-        for answer in answers:
-            while answer.kind is None:
-                if self.stopping:
-                    raise ActorStopped(f"{self.name} is being stopped")
-                self.asking = f"{answer.name}.{call.method}"
-                self._pause(lambda answer=answer: answer.kind is not None, deadline)
-                self.asking = ""
-        return [self._open(answer) for answer in answers]
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> _Answer:
+        return self.post(name, call, min(self.run.now + timeout_s, self.deadline))
 
-    def _open(self, answer: _Answer) -> Any:
-        value = decode_body(answer.frames)
-        if answer.kind is Kind.ERROR:
-            raise value
-        return value
+    def wait_for(self, answer: _Answer) -> None:
+        while not answer.done:
+            if self.stopping:
+                raise ActorStopped(f"{self.name} is being stopped")
+            self.asking = answer.what
+            self._pause(lambda: answer.done, answer.deadline)
+            self.asking = ""
 
     def post(self, name: str, call: Call, deadline: float | None) -> _Answer:
         chain = (*self.chain, self.name)
@@ -233,11 +246,11 @@ class _LocalActor:
         self._seq += 1
         kind = Kind.TELL if deadline is None else Kind.ASK
         header = Header(kind, self._seq, self.incarnation, deadline or 0.0, chain, call.method)
-        answer = _Answer(name)
+        answer = _Answer(self, f"{name}.{call.method}", deadline or float("inf"))
         receiver = self.run._actors[name]
-        message = Incoming(header, encode_body((call.method, call.args, call.kwargs)), answer)
+        message = Incoming(header, *encode_body((call.method, call.args, call.kwargs)), answer)
         if receiver.done:
-            answer.kind, answer.frames = Kind.ERROR, encode_body(ActorStopped(f"{name} has stopped"))
+            answer.set(Kind.ERROR, ActorStopped(f"{name} has stopped"))
             if kind is Kind.TELL:
                 self.run.dead_letters.append((name, call.method, "stopped"))
         else:
@@ -253,8 +266,11 @@ class _LocalActor:
         until = float("inf") if timeout_s is None else self.run.now + timeout_s
         self._pause(lambda: self.mailbox.ready or self.stopping, until)
 
+    def breathe(self) -> None:
+        """Nothing waits to be sent here."""
+
     def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None:
-        message.route.kind, message.route.frames = kind, encode_body(value)
+        message.route.set(kind, value)
 
     def to_supervisor(self, frame: bytes) -> None:
         match _from_actor.decode(frame):

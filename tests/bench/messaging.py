@@ -220,7 +220,7 @@ class Config:
 
 
 def build(config: Config) -> Graph:
-    graph = Graph("messaging", max_restarts=100)
+    graph = Graph("messaging", max_restarts=100, within_s=0.001)  # each death is a first one: no back-off
     echo = graph.add("echo", Echo)
     if config.spawn:
         graph.place(echo, replicas=SPAWNED)
