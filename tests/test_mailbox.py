@@ -9,7 +9,7 @@ from rolecall.runtime.wire import Header, Kind
 
 
 def message(seq: int, sender: int = 1) -> Incoming:
-    return Incoming(Header(Kind.TELL, seq, sender, 0.0, (), "note"), [])
+    return Incoming(Header(Kind.TELL, seq, sender, 0.0, (), "note"), b"", [])
 
 
 def test_first_come_first_served():

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rolecall import ActorDied, Unrecoverable
-from rolecall.runtime.wire import Header, Kind, decode_body, decode_header, encode_body, encode_header
+from rolecall.runtime.wire import (
+    Header,
+    Kind,
+    decode_body,
+    encode_body,
+    encode_call,
+    pack_done,
+    pack_message,
+    pack_reply,
+    unpack_messages,
+    unpack_replies,
+)
 
 KEYS = st.text(max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -23,24 +34,54 @@ DTYPES = st.sampled_from(["uint8", "int32", "int64", "float16", "float32", "floa
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
-@given(
-    st.builds(
-        Header,
-        st.sampled_from(Kind),
-        st.integers(0, 2**63),
-        st.integers(0, 2**63),
-        st.floats(allow_nan=False),
-        st.lists(st.text(max_size=20), max_size=5).map(tuple),
-        st.text(max_size=40),
-    )
+HEADERS = st.builds(
+    Header,
+    st.sampled_from([Kind.ASK, Kind.TELL]),
+    st.integers(0, 2**63),
+    st.integers(0, 2**63),
+    st.floats(allow_nan=False),
+    st.lists(st.text(max_size=20), max_size=5).map(tuple),
+    st.text(max_size=40),
 )
-def test_a_header_comes_back(header: Header):
-    assert decode_header(encode_header(header)) == header
+
+
+def _through(value: Any) -> Any:
+    return decode_body(*encode_body(value))
+
+
+@given(st.lists(st.tuples(HEADERS, st.binary(max_size=100)), max_size=10))
+def test_messages_sent_together_come_back_one_by_one(messages: list[tuple[Header, bytes]]):
+    data = b"".join(pack_message(header, body) for header, body in messages)
+    assert [(header, bytes(body)) for header, body in unpack_messages(data)] == messages
+
+
+REPLIES = st.tuples(
+    st.sampled_from([Kind.ANSWER, Kind.ERROR]), st.integers(0, 2**63), st.binary(max_size=100)
+)
+
+
+@given(st.lists(REPLIES | st.lists(st.integers(0, 2**63), min_size=1, max_size=9), max_size=10))
+def test_answers_and_done_tells_sent_together_come_back_one_by_one(replies: list[Any]):
+    records, expected = [], []
+    for reply in replies:
+        if isinstance(reply, list):
+            records.append(pack_done(reply))
+            expected += [(Kind.DONE, seq, b"") for seq in reply]
+        else:
+            records.append(pack_reply(*reply))
+            expected.append(reply)
+    data = b"".join(records)
+    assert [(kind, seq, bytes(body)) for kind, seq, body in unpack_replies(data)] == expected
 
 
 @given(VALUES)
 def test_a_body_comes_back(value: Any):
-    assert decode_body(encode_body(value)) == value
+    assert _through(value) == value
+
+
+@given(st.lists(VALUES, max_size=3), st.dictionaries(st.text(max_size=5), VALUES, max_size=2))
+def test_a_call_comes_back(args: list[Any], kwargs: dict[str, Any]):
+    assert decode_body(*encode_call("put", tuple(args), kwargs)) == ("put", tuple(args), kwargs)
 
 
 @given(DTYPES, SHAPES, st.booleans())
@@ -48,24 +89,25 @@ def test_an_array_comes_back_with_its_shape_and_dtype(dtype: str, shape: tuple[i
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     if fortran and shape:
         array = np.asfortranarray(array)
-    back = decode_body([bytes(frame) for frame in encode_body(("put", (array,), {}))])[1][0]
+    pickle, buffers = encode_call("put", (array,), {})
+    back = decode_body(pickle, [bytes(buffer) for buffer in buffers])[1][0]
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(back, array)
 
 
 def test_large_buffers_travel_out_of_band_and_are_not_copied():
     array = np.zeros(1_000_000, dtype=np.float32)
-    pickle, buffer = encode_body(("put", (array,), {}))
+    pickle, (buffer,) = encode_call("put", (array,), {})
     assert len(pickle) < 1000
     assert buffer.nbytes == array.nbytes
     array[3] = 7.0
     assert np.frombuffer(buffer, dtype=np.float32)[3] == 7.0
-    assert decode_body([pickle, buffer])[1][0][3] == 7.0
+    assert decode_body(pickle, [buffer])[1][0][3] == 7.0
 
 
 def test_functions_made_on_the_spot_travel_by_value():
     factor = 3
-    assert decode_body(encode_body(lambda n: factor * n))(4) == 12
+    assert _through(lambda n: factor * n)(4) == 12
 
 
 @pytest.mark.parametrize(
@@ -78,7 +120,7 @@ def test_functions_made_on_the_spot_travel_by_value():
 )
 def test_errors_come_back_with_their_notes(error: Exception):
     error.add_note("(in trainer.step)")
-    back = decode_body(encode_body(error))
+    back = _through(error)
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert back.__notes__ == ["(in trainer.step)"]
