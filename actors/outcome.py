@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
 
@@ -96,7 +97,15 @@ def describe(run: RunFolder, result: Mapping[str, Any]) -> str:
 
 
 def sample(run: RunFolder, prompt: str) -> str:
-    """Completions of the base model and of the trained one, side by side, at the run's temperature."""
+    """Completions of the base model and of the trained one, side by side, at the run's temperature.
+
+    Raises Unrecoverable (exit code 2) if the run has not come to its end.
+    """
+    if not (run.path / "adapter").is_dir():
+        raise Unrecoverable(
+            f"run {run.path.name} has no adapter to sample from: only one that has finished leaves one",
+            exit_code=2,
+        )
     from rich.console import Console
     from rich.table import Table
 

@@ -98,9 +98,10 @@ def _run(options: argparse.Namespace) -> int:
             exit_code=2,
         )
     name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
+    address = _address(options.proxy) if options.proxy else None
     run = create_run(options.runs, name, dataclasses.asdict(config))
-    if options.proxy:
-        _add_proxy(graph, run, options.proxy)
+    if address:
+        _add_proxy(graph, run, *address)
     console = Console(run, recipe, to_stderr=options.json)
     with console:
         outcome = _supervise(graph, run, name, console)
@@ -137,18 +138,22 @@ def _build(recipe: Any, name: str, config: Any) -> Graph:
         raise Unrecoverable(f"{name} can't be built from these settings: {error}", exit_code=2) from error
 
 
-def _add_proxy(graph: Graph, run: RunFolder, address: str) -> None:
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise Unrecoverable(f"--proxy {text}: write it as HOST:PORT, as in 127.0.0.1:8700", exit_code=2)
+    return host, int(port)
+
+
+def _add_proxy(graph: Graph, run: RunFolder, host: str, port: int) -> None:
     from .proxy import add_proxy
 
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise Unrecoverable(f"--proxy {address}: write it as HOST:PORT, as in 127.0.0.1:8700", exit_code=2)
     token_file = run.path / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(secrets.token_urlsafe(32) + "\n")
     info = run.info
     about = {"run": info.id, "recipe": info.recipe, "config": info.config}
-    add_proxy(graph, host=host, port=int(port), token_file=token_file, about=about)
+    add_proxy(graph, host=host, port=port, token_file=token_file, about=about)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -172,9 +177,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _ps(options: argparse.Namespace) -> int:
     run = find_run(options.runs, options.run, live=True)
-    print(f"{run.path.name}")
+    actors = run.status()
+    print(run.path.name)
     print(f"{'ROLE':<16} {'PID':>8}  {'STATE':<9} {'RESTARTS':>8}  HANDLING")
-    for actor in run.status():
+    for actor in actors:
         handling = "" if actor.handling_s is None else f"{actor.handling_s:.1f} s"
         print(f"{actor.name:<16} {actor.pid or '-':>8}  {actor.state:<9} {actor.restarts:>8}  {handling}")
     return 0

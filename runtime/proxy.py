@@ -84,7 +84,8 @@ class Proxy(Actor):
         try:
             listener = socket.create_server((self.host, port), backlog=256)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            mistakes = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
+            if error.errno not in mistakes and not isinstance(error, socket.gaierror):
                 raise
             raise Unrecoverable(
                 f"the proxy can't listen on {self.host}:{port} ({error.strerror}): choose another with --proxy",

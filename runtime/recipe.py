@@ -47,9 +47,9 @@ def load_recipe(name: str) -> ModuleType:
         module = importlib.import_module(f"rolecall.recipes.{name}")
     else:
         close = difflib.get_close_matches(name, recipe_names(), n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise Unrecoverable(
-            f"there is no recipe {name!r}; {hint}There are: {', '.join(recipe_names())}, or give the path of a "
+            f"there is no recipe {name!r}{hint} There are: {', '.join(recipe_names())}, or give the path of a "
             ".py file",
             exit_code=2,
         )

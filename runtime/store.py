@@ -236,7 +236,8 @@ class PolicyStore:
     def collect(self, *, keep: int, keep_checkpoints: int = 2) -> None:
         """Delete versions more than `keep` behind HEAD's, and checkpoints but the newest `keep_checkpoints`.
 
-        Version 0 stays: it is what a run is measured against. Uploads that were never finished go with the versions or checkpoints of their age. Lists the store.
+        Version 0 stays: it is what a run is measured against. Uploads that were never finished go with the
+        versions or checkpoints of their age. Lists the store.
         """
         if keep < 0 or keep_checkpoints < 1:
             raise ValueError(

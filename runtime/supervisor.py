@@ -198,13 +198,10 @@ class Supervisor:
             child.name, child.incarnation, self.sockets, self.folder, self.node, self.run_id, self.recipe,
             self.remotes, role.actor, role.args, role.kwargs,
         )  # fmt: skip
-        request = {
-            "name": child.name,
-            "spec": str(spec.write()),
-            "log": str(self.folder / "logs" / f"{child.name}.log"),
-            "preloads": role.actor.preloads,
-        }
-        self._forks.send(request)
+        log = self.folder / "logs" / f"{child.name}.log"
+        self._forks.send(
+            {"name": child.name, "spec": str(spec.write()), "log": str(log), "preloads": role.actor.preloads}
+        )
 
     def _stop_child(self, child: Child) -> None:
         now = self.clock()
@@ -373,18 +370,11 @@ class Supervisor:
 
     def _membership(self) -> Membership:
         states = {"up": "up", "stopping": "up", "done": "gone", "gone": "gone"}
-        return Membership(
-            [
-                Member(
-                    child.name,
-                    child.role.name,
-                    child.incarnation,
-                    states.get(child.state, "down"),
-                    child.reason,
-                )
-                for child in self.children
-            ]
-        )
+        members = []
+        for child in self.children:
+            state = states.get(child.state, "down")
+            members.append(Member(child.name, child.role.name, child.incarnation, state, child.reason))
+        return Membership(members)
 
     def _send(self, child: Child, message: Membership | Stop) -> None:
         try:
@@ -399,13 +389,11 @@ class Supervisor:
     def status(self) -> list[ActorStatus]:
         """Every actor, for `rolecall ps`."""
         now = time.monotonic_ns()
-        return [
-            ActorStatus(
-                child.name,
-                child.pid if child.alive else 0,
-                child.state,
-                child.restarts,
-                Page(page_path(self.sockets, child.name)).running_for_s(now) if child.alive else None,
-            )
-            for child in self.children
-        ]
+        found = []
+        for child in self.children:
+            pid, handling_s = 0, None
+            if child.alive:
+                pid = child.pid
+                handling_s = Page(page_path(self.sockets, child.name)).running_for_s(now)
+            found.append(ActorStatus(child.name, pid, child.state, child.restarts, handling_s))
+        return found

@@ -296,4 +296,4 @@ def often(max_examples: int) -> settings:
 
 
 TestRing, TestLongRing = Ring.TestCase, pytest.mark.slow(LongRing.TestCase)
-TestRing.settings, TestLongRing.settings = often(50), often(600)
+TestRing.settings, TestLongRing.settings = often(50), often(300)

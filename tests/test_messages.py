@@ -166,6 +166,17 @@ def test_a_message_that_cannot_be_sent_raises_where_it_was_made(tmp_path: Path):
     assert run.deaths == []
 
 
+def test_a_full_mailbox_makes_its_senders_wait_and_loses_nothing(tmp_path: Path):
+    def kill_when_full(run: Run, kind: str, name: str, value: Any) -> None:
+        if kind == "report" and value.get("full"):
+            run.kill("target")
+
+    (refused, journal), run = play("full", tmp_path, kill_when_full)
+    assert (refused["error"], "1024 messages to handle" in refused["text"]) == ("AskTimeout", True)
+    assert journal == [str(number) for number in range(1024)]
+    assert [method for _, method, _ in run.dead_letters] == ["hang"]
+
+
 def test_replicas_are_asked_all_at_once_also_in_the_first_step(tmp_path: Path):
     (answers, error), _ = play("each", tmp_path, relays=3)
     assert answers == ["hello"] * 3
@@ -173,16 +184,12 @@ def test_replicas_are_asked_all_at_once_also_in_the_first_step(tmp_path: Path):
 
 
 def test_every_ask_of_four_threads_ends_while_the_actor_is_killed(tmp_path: Path):
-    def kill_target(run: Run, kind: str, name: str, value: Any) -> None:
-        if kind == "report" and value.get("kill"):
-            run.kill("target")
-
-    result, run = play("many_threads", tmp_path, kill_target)
+    result, run = play("many_threads", tmp_path, kill_when_it_hangs)
     assert result["answered"] + result["died"] == 400
     assert len(run.deaths) == 3
     journal = result["journal"]
     assert len(journal) == len(set(journal)), "a message was handled twice"
-    assert result["answered"] <= len(journal) <= result["answered"] + result["died"]
+    assert result["answered"] <= len(journal) <= result["answered"] + result["died"] - 3
     for thread in range(4):
         numbers = [int(line.split(":")[1]) for line in journal if line.startswith(f"{thread}:")]
         assert numbers == sorted(numbers)

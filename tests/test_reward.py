@@ -237,5 +237,7 @@ def test_a_function_that_raises_ends_the_run_with_all_one_needs_to_know(tmp_path
 def test_numbers_of_other_libraries(tmp_path: Path):
     import numpy as np
 
-    assert started(tmp_path, lambda prompt, completion: cast(float, np.float32(0.5))).score(prompt("1"), ["x"]) == [0.5]
+    assert started(tmp_path, lambda prompt, completion: cast(float, np.float32(0.5))).score(
+        prompt("1"), ["x"]
+    ) == [0.5]
     assert started(tmp_path, lambda prompt, completion: True).score(prompt("1"), ["x"]) == [1.0]

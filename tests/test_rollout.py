@@ -166,6 +166,7 @@ def test_a_death_at_any_message_loses_nothing(peers: Peers):
     worker.step()
     ids = [group.id for group in peers.delivered()]
     on_loan = {*peers.prompts.ledger.loans, *peers.prompts.ledger.returned}
+    assert incarnation > 9
     assert {*ids, *on_loan} == set(range(peers.prompts.ledger.next))
     assert len(ids) >= 2 * BATCH
 

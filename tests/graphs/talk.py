@@ -264,15 +264,17 @@ def _many_threads(me: Caller) -> Any:
 
     def ask_many(thread: int) -> None:
         for number in range(100):
+            fatal = thread == 0 and number % 30 == 29
             try:
-                me.target.ask(Target.write, f"{thread}:{number}")
+                if fatal:
+                    me.target.ask(Target.hang)
+                else:
+                    me.target.ask(Target.write, f"{thread}:{number}")
                 what = "answered"
             except ActorDied:
                 what = "died"
             with lock:
                 counts[what] += 1
-                if thread == 0 and number % 30 == 29:
-                    me.report(kill=True)
 
     threads = [threading.Thread(target=ask_many, args=(thread,)) for thread in range(4)]
     for thread in threads:
@@ -280,6 +282,16 @@ def _many_threads(me: Caller) -> Any:
     for thread in threads:
         thread.join()
     return {**counts, "journal": me.target.ask(Target.journal)}
+
+
+def _full(me: Caller) -> Any:
+    me.target.tell(Target.hang)
+    for number in range(1023):
+        me.target.tell(Target.write, str(number))
+    refused = attempt(lambda: me.target.within(0.2).ask(Target.echo, "no room"))
+    me.report(full=True)
+    me.target.tell(Target.write, "1023")  # waits for room
+    return [refused, me.target.ask(Target.journal)]
 
 
 def _unpicklable(me: Caller) -> Any:
@@ -320,6 +332,7 @@ SCENES: dict[str, Callable[[Caller], Any]] = {
     ],
     "give_up": lambda me: [me.target.tell(Target.give_up), me.target.ask(Target.wait_for, "never")],
     "each": lambda me: [me.relay.ask_each(Relay.hello), attempt(lambda: me.relay.ask(Relay.hello))],
+    "full": _full,
     "many_threads": _many_threads,
 }
 

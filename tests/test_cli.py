@@ -1,0 +1,201 @@
+"""The command line: its flags, what it prints, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rolecall.runtime.cli import main
+from rolecall.runtime.runs import RunFolder, RunInfo, create_run, find_run
+
+from .commands import Command
+
+FLAGS = {
+    "run": ["--json", "--proxy", "--runs", "--set"],
+    "show": ["--set"],
+    "diff": [],
+    "ps": ["--runs"],
+    "stop": ["--runs"],
+    "sample": ["--runs"],
+    "join": ["--runs", "--token-file", "--workers"],
+}
+RESULT = {
+    "recipe", "steps", "accuracy_before", "accuracy_after", "wall_s", "first_step_s", "adapter", "restarts",
+    "groups_trained", "groups_dropped", "trainer_wait_share",
+}  # fmt: skip
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence on stderr."""
+    assert main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("rolecall: ") and captured.err.count("\n") == 1
+    return captured.err.removeprefix("rolecall: ").rstrip()
+
+
+def test_commands_and_flags_are_these(capsys: pytest.CaptureFixture[str]):
+    """A new knob belongs into a recipe's Config; a new flag needs a reason, and a line here."""
+    listed = re.findall(r"^    (\w+) ", help_of(capsys), re.MULTILINE)
+    assert listed == list(FLAGS)
+    for command, flags in FLAGS.items():
+        found = set(re.findall(r"--[a-z-]+", help_of(capsys, command)))
+        assert sorted(found - {"--help"}) == flags, command
+
+
+def test_show_lists_every_role_and_setting(capsys: pytest.CaptureFixture[str]):
+    from rolecall.recipes import async_grpo
+
+    out = output(capsys, "show", "async_grpo", "--set", "steps=7", "--set", "model=a/b")
+    graph = async_grpo.build(async_grpo.Config())
+    for role in graph:
+        assert re.search(rf"^  {role.name}\b.*{role.actor.__name__}", out, re.MULTILINE)
+    settings = dict(re.findall(r"^  (\w+) = (.*)$", out, re.MULTILINE))
+    assert list(settings) == list(async_grpo.Config.__dataclass_fields__)
+    assert (settings["steps"], settings["model"], settings["lr"]) == ("7", "'a/b'", "0.001")
+
+
+def test_diff_marks_the_edges(capsys: pytest.CaptureFixture[str]):
+    out = output(capsys, "diff", "sync_grpo", "async_grpo")
+    assert "- trainer.groups: ─▶ rollout\n+ trainer.groups: ─▶ buffer\n" in out
+    assert "+ rollout.sink: ─▶ buffer" in out
+
+
+def test_a_recipe_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("from rolecall.recipes.sync_grpo import Config, build\n")
+    assert output(capsys, "show", str(path)) == output(capsys, "show", "sync_grpo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["async_grp"], "there is no recipe 'async_grp'; did you mean 'async_grpo'? There are: async_grpo, sync_grpo"),
+        (["quux"], "there is no recipe 'quux'. There are: async_grpo, sync_grpo, or give the path of a .py file"),
+        (["missing.py"], "there is no recipe file {here}/missing.py: check the path"),
+        (["async_grpo", "--set", "stepz=4"], "async_grpo has no setting 'stepz'; did you mean 'steps'? It has: batch,"),
+        (["async_grpo", "--set", "steps"], "--set steps: write it as field=value"),
+        (["async_grpo", "--set", "steps=many"], "async_grpo: steps='many' is not a whole number from 1 up"),
+        (["async_grpo", "--set", "steps=0"], "async_grpo: steps='0' is not a whole number from 1 up"),
+        (["async_grpo", "--set", "steps=-1"], "async_grpo: steps='-1' is not a whole number from 1 up"),
+        (["async_grpo", "--set", "steps=2.5"], "async_grpo: steps='2.5' is not a whole number from 1 up"),
+        (["async_grpo", "--set", "batch=0"], "async_grpo: batch='0' is not"),
+        (["async_grpo", "--set", "group_size=1"], "async_grpo: group_size='1' is not a whole number from 2 up"),
+        (["async_grpo", "--set", "max_tokens=0"], "async_grpo: max_tokens='0' is not"),
+        (["async_grpo", "--set", "temperature=0"], "async_grpo: temperature='0' is not a finite number above 0"),
+        (["async_grpo", "--set", "temperature=nan"], "async_grpo: temperature='nan' is not a finite number above 0"),
+        (["async_grpo", "--set", "lr=inf"], "async_grpo: lr='inf' is not a finite number above 0"),
+        (["async_grpo", "--set", "lr=-0.1"], "async_grpo: lr='-0.1' is not a finite number above 0"),
+        (["async_grpo", "--set", "lora_rank=0"], "async_grpo: lora_rank='0' is not"),
+        (["async_grpo", "--set", "lora_alpha=0"], "async_grpo: lora_alpha='0' is not"),
+        (["async_grpo", "--set", "eval_problems=0"], "async_grpo: eval_problems='0' is not"),
+        (["async_grpo", "--set", "eval_every=0"], "async_grpo: eval_every='0' is not"),
+        (["async_grpo", "--set", "max_staleness=-1"], "async_grpo: max_staleness='-1' is not a whole number from 0 up"),
+        (["async_grpo", "--set", "seed=-1"], "async_grpo: seed='-1' is not a whole number from 0 up"),
+        (["async_grpo", "--set", "seed=9999999999999999999"], "async_grpo: seed='9999999999999999999' is not"),
+        (["async_grpo", "--set", "rollout_workers=-1"], "async_grpo: rollout_workers='-1' is not"),
+        (["async_grpo", "--set", "rollout_workers=0"], "nobody would do rollout: ask for at least one here, or"),
+        (["sync_grpo", "--set", "rollout_workers=0"], "sync_grpo can't be built from these settings: rollout needs"),
+        (["async_grpo", "--set", "store=http://x"], "'http://x' is not a place for a store: a store is s3://"),
+        (["async_grpo", "--proxy", "8700"], "--proxy 8700: write it as HOST:PORT, as in 127.0.0.1:8700"),
+        (["async_grpo", "--proxy", "here:70000"], "--proxy here:70000: write it as HOST:PORT"),
+        (["async_grpo", "--runs", "file/runs"], "can't make the run's folder file/runs/async_grpo-"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], text: str,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert refused(capsys, "run", *arguments).startswith(text.format(here=tmp_path.resolve()))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", ["run", "show"])
+def test_every_command_with_settings_checks_them(capsys: pytest.CaptureFixture[str], command: str):
+    assert "did you mean 'batch'?" in refused(capsys, command, "sync_grpo", "--set", "bach=3")
+
+
+def test_argparse_mistakes_are_exit_code_2(capsys: pytest.CaptureFixture[str]):
+    for arguments in ([], ["runn"], ["run"], ["run", "async_grpo", "--sett", "a=b"], ["join", "http://x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "invalid choice: 'runn'" in capsys.readouterr().err
+
+
+def past_run(root: Path, name: str, *, started: float) -> RunFolder:
+    run = RunFolder(root / name)
+    run.path.mkdir(parents=True)
+    run.write_info(RunInfo(id=name, recipe="async_grpo", config={}, started=started, pid=0))
+    return run
+
+
+def test_runs_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    root = str(tmp_path / "runs")
+    assert refused(capsys, "ps", "--runs", root).startswith(f"there is no live run in {root}: start one with")
+    past_run(tmp_path / "runs", "old", started=1.0)
+    assert refused(capsys, "stop", "--runs", root).startswith("there is no live run in")
+    assert refused(capsys, "ps", "old", "--runs", root) == "run old is not live: it has ended"
+    text = refused(capsys, "sample", "older", "hello", "--runs", root)
+    assert text == f"there is no run 'older'; the newest in {root} are: old"
+    assert "run old has no adapter to sample from" in refused(
+        capsys, "sample", "old", "hello", "--runs", root
+    )
+
+
+def test_a_run_is_found_by_path_by_name_or_as_the_newest(tmp_path: Path):
+    for name, started in (("a", 3.0), ("b", 5.0), ("c", 4.0)):
+        past_run(tmp_path, name, started=started)
+    assert find_run(tmp_path, None).path.name == "b"
+    assert find_run(tmp_path, "a").path == tmp_path / "a"
+    assert find_run(tmp_path / "elsewhere", str(tmp_path / "c")).info.started == 4.0
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path: Path):
+    runs = [create_run(tmp_path, "/some/where/mine.py", {"steps": 3}) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    assert all(run.path.name.startswith("mine-") and not run.live for run in runs)
+    assert runs[0].info.config == {"steps": 3}
+
+
+def test_a_line_that_is_being_written_is_no_line_yet(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert RunFolder(tmp_path).lines("metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert RunFolder(tmp_path).lines("nothing.jsonl") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sync_grpo", "async_grpo"])
+def test_json_is_one_object_with_these_keys(tmp_path: Path, recipe: str):
+    small = ["steps=2", "batch=4", "group_size=4", "eval_problems=8"]
+    settings = [part for setting in small for part in ("--set", setting)]
+    command = Command(["run", recipe, "--json", *settings], tmp_path)
+    code, out, err = command.finish()
+    assert code == 0, err
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    assert set(result) == RESULT
+    assert (result["recipe"], result["steps"], result["groups_trained"]) == (recipe, 2, 8)
+    assert (result["restarts"], result["groups_dropped"]) == (0, {})
+    assert 0 < result["first_step_s"] <= result["wall_s"]
+    evaluations = (command.run_folder() / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 2]
+    assert command.processes() == []

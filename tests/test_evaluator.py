@@ -1,0 +1,159 @@
+"""The evaluator: which versions it measures, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolecall import Finished, Unrecoverable
+from rolecall.actors.engines import Request, Sample, Sampling
+from rolecall.actors.evaluator import Evaluator
+from rolecall.actors.reward import Reward
+from rolecall.actors.tiny import problems
+from rolecall.runtime.ref import bind_transport
+from rolecall.runtime.store import PolicyStore, Store
+
+from .fakes import Direct, FakeEngine, FakeEvaluator, begin, ref
+
+PROBLEMS = 4
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Direct]:
+    direct = Direct()
+    direct.actors["reward"] = Reward(fn="exact_match")
+    begin(direct.actors["reward"], tmp_path, "reward")
+    yield direct
+    bind_transport(None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PolicyStore:
+    opened = Store().open("local", tmp_path)
+    assert opened.take_epoch() == 1
+    return opened
+
+
+def publish(store: PolicyStore, version: int, *, step: int | None = None, final: bool = False) -> None:
+    step = version if step is None else step
+    store.publish({"adapter.bin": bytes([version + 1])}, version=version, step=step, epoch=1, final=final)
+
+
+def started(folder: Path, cls: type[Evaluator] = FakeEvaluator, **changes: Any) -> Evaluator:
+    arguments: dict[str, Any] = {
+        "model": "fake", "dataset": "tiny", "problems": PROBLEMS, "every": 10, "seed": 0,
+        "sampling": Sampling(temperature=0.7, max_tokens=9), "reward": ref("reward"), "weights": Store(),
+        "poll_s": 0.25,
+    }  # fmt: skip
+    evaluator = cls(**(arguments | changes))
+    begin(evaluator, folder, "evaluator")
+    return evaluator
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+
+
+def test_it_waits_for_the_first_version(tmp_path: Path, peers: Direct, store: PolicyStore):
+    evaluator = started(tmp_path)
+    assert evaluator.step() == 0.25
+    publish(store, 0)
+    assert evaluator.step() == 0.0
+    assert evaluator.step() == 0.25
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+
+
+def test_it_measures_now_and_then_and_the_last_one(tmp_path: Path, peers: Direct, store: PolicyStore):
+    evaluator = started(tmp_path)
+    for version in range(26):
+        publish(store, version, final=version == 25)
+        evaluator.step()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 10, 20, 25]
+    assert [line["final"] for line in lines(tmp_path)] == [False, False, False, True]
+    with pytest.raises(Finished):
+        evaluator.step()
+
+
+def test_the_first_version_is_measured_however_late_it_looks(
+    tmp_path: Path, peers: Direct, store: PolicyStore
+):
+    for version in range(30):
+        publish(store, version, final=version == 29)
+    store.collect(keep=2)
+    evaluator = started(tmp_path)
+    assert [evaluator.step(), evaluator.step()] == [0.0, 0.0]
+    assert [line["version"] for line in lines(tmp_path)] == [0, 29]
+    with pytest.raises(Finished):
+        evaluator.step()
+
+
+def test_after_a_restart_it_goes_on(tmp_path: Path, peers: Direct, store: PolicyStore):
+    publish(store, 0)
+    started(tmp_path).step()
+    with (tmp_path / "eval.jsonl").open("a") as file:
+        file.write('{"version": 3, "cut sh')
+    publish(store, 5)
+    restarted = started(tmp_path)
+    assert restarted.step() == 0.25
+    publish(store, 10)
+    restarted.step()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 10]
+    publish(store, 11, final=True)
+    restarted.step()
+    with pytest.raises(Finished):
+        started(tmp_path).step()
+
+
+class Engine(FakeEngine):
+    """Knows the answers of the first `knows` problems; greedily only of the first."""
+
+    knows = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samplings: list[Sampling] = []
+
+    def generate(self, requests: Any, sampling: Sampling) -> list[Sample]:
+        self.samplings.append(sampling)
+        known = self.knows if sampling.temperature else 1
+        rows = zip(requests, problems.held_out(PROBLEMS), strict=True)
+        return [self._answer(request, kept, at < known) for at, (request, kept) in enumerate(rows)]
+
+    def _answer(self, request: Request, kept: problems.Problem, knows: bool) -> Sample:
+        assert request.prompt_ids == self.encode(kept.text)
+        return Sample([1], [-1.0], "stop", kept.worked if knows else "####")
+
+
+class KnowingEvaluator(FakeEvaluator):
+    def _load_engine(self) -> Engine:
+        return Engine()
+
+
+def test_accuracy_at_the_runs_temperature_and_greedy(tmp_path: Path, peers: Direct, store: PolicyStore):
+    publish(store, 0)
+    evaluator = started(tmp_path, KnowingEvaluator)
+    evaluator.step()
+    assert (lines(tmp_path)[0]["accuracy"], lines(tmp_path)[0]["greedy"]) == (0.75, 0.25)
+    engine = evaluator.engine
+    assert isinstance(engine, Engine)
+    assert engine.samplings == [
+        Sampling(temperature=0.7, max_tokens=9),
+        Sampling(temperature=0.0, max_tokens=9),
+    ]
+    assert (engine.version, engine.digest) == (0, store.policy(0).digest)
+
+
+def test_a_file_of_problems(tmp_path: Path, peers: Direct, store: PolicyStore):
+    path = tmp_path / "test.jsonl"
+    path.write_text('{"prompt": "1+1?", "answer": "2"}\n' * 2)
+    publish(store, 0)
+    started(tmp_path, dataset=str(path)).step()  # fewer than it was to take: all of them
+    assert lines(tmp_path)[0]["accuracy"] in (0.0, 0.5, 1.0)
+
+
+def test_more_problems_than_there_are(tmp_path: Path, peers: Direct):
+    with pytest.raises(Unrecoverable, match="tiny has 1024"):
+        started(tmp_path, problems=1025)

@@ -1,0 +1,163 @@
+"""The recipes that come with the package: how they read, and whole runs of them in one process."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import json
+import re
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolecall import Graph
+from rolecall.recipes import async_grpo, sync_grpo
+from rolecall.runtime.recipe import load_recipe, recipe_names
+from rolecall.runtime.store import Store
+from rolecall.runtime.testing import LocalRun
+
+from .fakes import FakeTrainer, fake_ring
+
+FOLDER = Path(async_grpo.__file__).parent
+SMALL: dict[str, Any] = {"steps": 2, "batch": 4, "group_size": 4, "eval_problems": 8}
+SMALL_3: dict[str, Any] = {**SMALL, "steps": 3}
+TIMES = ("time", "perf/")
+
+
+def code_lines(path: Path) -> list[str]:
+    """Its lines without docstrings, comments and blanks, however they are indented."""
+    source = path.read_text()
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            assert node.end_lineno is not None
+            prose.update(range(node.lineno, node.end_lineno + 1))
+    lines = dict(enumerate(source.splitlines(), 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0]] = lines[token.start[0]][: token.start[1]]
+    return [line.strip() for number, line in lines.items() if number not in prose and line.strip()]
+
+
+def test_sync_and_async_differ_in_their_wiring_alone():
+    sync, other = (code_lines(FOLDER / f"{name}_grpo.py") for name in ("sync", "async"))
+    marked = [line for line in difflib.ndiff(sync, other) if line[0] in "+-"]
+    assert 0 < len(marked) <= 20, "\n".join(marked)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_fits_two_screens_and_begins_with_a_picture(name: str):
+    path = FOLDER / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 100
+    graph = load_recipe(name).build(load_recipe(name).Config())
+    drawn = (load_recipe(name).__doc__ or "").partition("\n\n")[2]
+    assert "─▶" in drawn
+    assert {role.name for role in graph} | {"store", "weights"} == set(re.findall(r"[a-z]+", drawn))
+
+
+def run(graph: Graph, folder: Path) -> LocalRun:
+    local = LocalRun(graph, folder=folder)
+    local.run()
+    return local
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl and eval.jsonl without what only clocks decide."""
+    everything = lines(folder, "metrics.jsonl") + lines(folder, "eval.jsonl")
+    return [{key: line[key] for key in line if not key.startswith(TIMES)} for line in everything]
+
+
+def final_digest(folder: Path) -> str:
+    head = Store().open("local", folder).head()
+    assert head is not None and head.final
+    return head.digest
+
+
+def check_ledger(folder: Path, *, steps: int, batch: int, max_staleness: int) -> None:
+    """Each step once, each group once, none missing, none too old."""
+    metrics = lines(folder, "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, steps + 1))
+    trained = sorted(id for line in metrics for id in line["groups"])
+    assert trained == list(range(steps * batch))
+    assert max(line["staleness/max"] for line in metrics) <= max_staleness
+    evaluations = lines(folder, "eval.jsonl")
+    assert evaluations[0]["step"] == 0 and evaluations[-1]["final"]
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
+def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str):
+    recipe = load_recipe(name)
+    first, second = tmp_path / "first", tmp_path / "second"
+    turns = [run(recipe.build(recipe.Config(**SMALL)), folder).turns for folder in (first, second)]
+    assert timeless(first) == timeless(second)
+    assert turns[0] == turns[1]
+    assert final_digest(first) == final_digest(second)
+    check_ledger(first, steps=2, batch=4, max_staleness=0 if name == "sync_grpo" else 4)
+
+
+def test_another_seed_is_another_run(tmp_path: Path):
+    for seed in (0, 1):
+        run(sync_grpo.build(sync_grpo.Config(**SMALL, seed=seed)), tmp_path / str(seed))
+    assert final_digest(tmp_path / "0") != final_digest(tmp_path / "1")
+
+
+def test_sync_is_on_policy(tmp_path: Path):
+    run(sync_grpo.build(sync_grpo.Config(**SMALL_3)), tmp_path)
+    metrics = lines(tmp_path, "metrics.jsonl")
+    assert [line["staleness/max"] for line in metrics] == [0, 0, 0]
+    assert [line["fresh/ratio_mean"] for line in metrics] == pytest.approx([1.0] * 3, abs=0.005)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_async_is_as_stale_as_it_may_be(tmp_path: Path, max_staleness: int):
+    config = async_grpo.Config(**SMALL_3, max_staleness=max_staleness)
+    run(async_grpo.build(config), tmp_path)
+    check_ledger(tmp_path, steps=3, batch=4, max_staleness=max_staleness)
+    fresh = [
+        line["fresh/ratio_mean"] for line in lines(tmp_path, "metrics.jsonl") if "fresh/ratio_mean" in line
+    ]
+    assert fresh == pytest.approx([1.0] * len(fresh), abs=0.005)
+
+
+def test_async_without_staleness_learns_what_sync_learns(tmp_path: Path):
+    """The same groups under the same weights, by way of a buffer."""
+    run(sync_grpo.build(sync_grpo.Config(**SMALL)), tmp_path / "sync")
+    run(async_grpo.build(async_grpo.Config(**SMALL, max_staleness=0)), tmp_path / "async")
+    assert final_digest(tmp_path / "sync") == final_digest(tmp_path / "async")
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 1, 4])
+@pytest.mark.parametrize(("batch", "workers"), [(1, 1), (1, 3), (5, 2), (4, 4)])
+def test_the_ring_conserves_groups(tmp_path: Path, max_staleness: int | None, batch: int, workers: int):
+    graph = fake_ring(steps=6, batch=batch, workers=workers, max_staleness=max_staleness)
+    local = run(graph, tmp_path)
+    check_ledger(tmp_path, steps=6, batch=batch, max_staleness=max_staleness or 0)
+    assert all(line["dropped"] == {} for line in lines(tmp_path, "metrics.jsonl"))
+    assert local.dead_letters == []
+
+
+def test_a_run_that_is_started_again_goes_on_where_it_was(tmp_path: Path):
+    class Interrupted(Exception):
+        pass
+
+    class Brief(FakeTrainer):
+        def step(self) -> float | None:
+            if self.done == 3:
+                raise Interrupted
+            return super().step()
+
+    quiet = run(fake_ring(steps=6, batch=4, max_staleness=0), tmp_path / "quiet")
+    with pytest.raises(Interrupted):
+        run(
+            fake_ring(steps=6, batch=4, max_staleness=0, checkpoint_every=2, trainer=Brief),
+            tmp_path / "killed",
+        )
+    run(fake_ring(steps=6, batch=4, max_staleness=0), tmp_path / "killed")
+    assert final_digest(tmp_path / "killed") == final_digest(quiet.folder)
+    check_ledger(tmp_path / "killed", steps=6, batch=4, max_staleness=4)

@@ -1,0 +1,65 @@
+"""Graphs as text."""
+
+from __future__ import annotations
+
+from rolecall.recipes import async_grpo, sync_grpo
+from rolecall.runtime.show import difference, picture
+
+PICTURE = """\
+sync_grpo: restarts only it
+  prompts     PromptSource
+  reward      Reward
+  rollout ×2  RolloutWorker   prompts ─▶ prompts, reward ─▶ reward
+  trainer     Trainer         groups ─▶ rollout, prompts ─▶ prompts
+  evaluator   Evaluator       reward ─▶ reward
+  until trainer and evaluator have finished"""
+
+DIFFERENCE = """\
+--- sync_grpo
++++ async_grpo
+- prompts.max_staleness: 0
++ prompts.max_staleness: 4
+- trainer.max_staleness: 0
++ trainer.max_staleness: 4
+- trainer.groups: ─▶ rollout
++ trainer.groups: ─▶ buffer
++ buffer: Buffer
++ buffer.capacity: 80
++ buffer.max_staleness: 4
++ buffer.prompts: ─▶ prompts
++ buffer.weights: Store(url='file://')
++ rollout elastic: yes
++ rollout.sink: ─▶ buffer"""
+
+
+def test_a_graph_is_its_roles_and_wires():
+    assert picture(sync_grpo.build(sync_grpo.Config())) == PICTURE
+
+
+def test_one_that_ends_with_one_role():
+    graph = sync_grpo.build(sync_grpo.Config(rollout_workers=1))
+    graph.ends_with = ["trainer"]
+    shown = picture(graph).splitlines()
+    assert shown[-1] == "  until trainer has finished"
+    assert shown[3].split()[:2] == ["rollout", "RolloutWorker"]
+
+
+def test_the_difference_is_edges_and_settings():
+    sync, other = sync_grpo.build(sync_grpo.Config()), async_grpo.build(async_grpo.Config())
+    assert difference(sync, other) == DIFFERENCE
+    back = difference(other, sync).splitlines()
+    swapped = [
+        line.replace("+ ", "- ", 1) if line[0] == "+" else line.replace("- ", "+ ", 1) for line in back[2:]
+    ]
+    assert sorted(swapped) == sorted(DIFFERENCE.splitlines()[2:])
+
+
+def test_alike():
+    graphs = [sync_grpo.build(sync_grpo.Config()) for _ in range(2)]
+    assert difference(*graphs) == "sync_grpo and sync_grpo are wired alike"
+
+
+def test_replicas_and_restarts_are_part_of_the_difference():
+    one, two = (sync_grpo.build(sync_grpo.Config(rollout_workers=count)) for count in (1, 2))
+    marked = difference(one, two).splitlines()[2:]
+    assert "- rollout: RolloutWorker" in marked and "+ rollout: RolloutWorker ×2" in marked
