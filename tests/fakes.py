@@ -23,6 +23,7 @@ from rolecall.actors.rollout import RolloutWorker
 from rolecall.actors.trainer import Trainer
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.actor import Context
+from rolecall.runtime.peer import Heard
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.store import PolicyVersion, Store, StoreError
 
@@ -159,6 +160,9 @@ class Direct:
             self.before(name, call)
             answers.append(getattr(self.actors[name], call.method)(*call.args, **call.kwargs))
         return answers
+
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Heard:
+        return Heard(self.ask([name], call, timeout_s)[0])
 
     def tell(self, name: str, call: Call) -> None:
         self.ask([name], call, 0.0)

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from rolecall import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
 from rolecall.runtime import proxy
+from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Call, bind_transport
@@ -38,6 +39,9 @@ class Answering:
         if isinstance(self.answer, Exception):
             raise self.answer
         return [self.answer]
+
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Heard:
+        return Heard(self.ask([name], call, timeout_s)[0])
 
     def tell(self, name: str, call: Call) -> None:
         raise NotImplementedError

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rolecall import Actor, Ref, RolecallError, idempotent
+from rolecall.runtime.peer import Heard
 from rolecall.runtime.ref import DEFAULT_TIMEOUT_S, Call, bind_transport
 
 
@@ -31,6 +32,9 @@ class Recorder:
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
         self.asked.append((list(names), call, timeout_s))
         return [f"answer of {name}" for name in names]
+
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Heard:
+        return Heard(self.ask([name], call, timeout_s)[0])
 
     def tell(self, name: str, call: Call) -> None:
         self.told.append((name, call))
@@ -89,3 +93,9 @@ def test_outside_an_actor_it_says_where_it_works():
 def test_it_is_a_value():
     assert pickle.loads(pickle.dumps(Ref("counter", 2.0))) == Ref("counter", 2.0)
     assert len({Ref("counter"), Ref("counter"), Ref("other")}) == 2
+
+
+def test_ask_soon_gives_the_answer_later(transport: Recorder):
+    answer = Ref[Counter]("counter", 5.0).ask_soon(Counter.add, 2)
+    assert answer.result() == "answer of counter"
+    assert transport.asked == [(["counter"], Call("add", (2,), {}), 5.0)]
