@@ -25,6 +25,7 @@ __all__ = [
     "Stop",
     "StopRun",
     "ToActor",
+    "by_role",
     "ending_path",
     "inbox_path",
     "page_path",
@@ -46,6 +47,17 @@ class Membership(Struct, frozen=True, tag="members"):
     """Everybody, after each change."""
 
     members: list[Member]
+
+
+def by_role(members: list[Member]) -> dict[str, list[str]]:
+    """The members of each role that are not gone; if all are, the first, so that asking it says so."""
+    there: dict[str, list[str]] = {}
+    for member in members:
+        if member.state != "gone":
+            there.setdefault(member.role, []).append(member.name)
+    for member in members:
+        there.setdefault(member.role, [member.name])
+    return there
 
 
 class Stop(Struct, frozen=True, tag="stop"):

@@ -25,11 +25,11 @@ from typing import Any
 import zmq
 from msgspec import msgpack
 
-from .control import Member, Stop, ToActor, inbox_path, page_path, quiet_socket
+from .control import Member, Stop, ToActor, by_role, inbox_path, page_path, quiet_socket
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError, RolecallError
 from .mailbox import Incoming, Mailbox
 from .page import Fate, Page
-from .peer import Heard, Outgoing, Peer, Pending
+from .peer import Heard, Outgoing, Peer, Pending, Replies
 from .ref import Answer, Call
 from .remote import RemoteActor
 from .wire import (
@@ -37,7 +37,6 @@ from .wire import (
     Kind,
     encode_body,
     encode_call,
-    pack_done,
     pack_message,
     pack_reply,
     unpack_messages,
@@ -76,7 +75,7 @@ class Endpoint:
         self._news = False  # of members, for the page
         # What waits to be sent; only the thread that drives touches a socket.
         self._unsent: dict[str, Peer] = {}
-        self._replies: deque[tuple[bytes, int, bytes, Sequence[Any]]] = deque()  # route, seq, record, buffers
+        self._replies = Replies()
         self._words: deque[bytes] = deque()  # for the supervisor
         self._turn = threading.Condition()
         self._driver: int | None = None  # the thread that drives the sockets now
@@ -260,8 +259,8 @@ class Endpoint:
         while self._unsent:
             _, peer = self._unsent.popitem()
             self._send_to(peer)
-        if self._replies:
-            self._send_replies()
+        for frames in self._replies.datagrams():
+            self._send_back(frames)
 
     def _send_to(self, peer: Peer) -> None:
         member = self._members.get(peer.name)
@@ -323,7 +322,7 @@ class Endpoint:
 
     def _meet(self, members: list[Member]) -> None:
         self._members = {member.name: member for member in members}
-        self._replicas = _by_role(members)
+        self._replicas = by_role(members)
         self._news = True
         for peer in list(self._peers.values()):
             member = self._members.get(peer.name)
@@ -392,29 +391,12 @@ class Endpoint:
     def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None:
         """Tell the sender that its message was handled. A sender that died meanwhile needs no answer."""
         if kind is Kind.DONE:
-            self._replies.append((message.route, message.header.seq, b"", ()))
+            self._replies.add_done(message.route, message.header.seq)
         else:
             body, buffers = encode_body(value)
-            record = pack_reply(kind, message.header.seq, body)
-            self._replies.append((message.route, 0, record, buffers))
+            self._replies.add(message.route, pack_reply(kind, message.header.seq, body), buffers)
         if self.mailbox.ready:
             self._send_soon()  # the next message may take long
-
-    def _send_replies(self) -> None:
-        records: dict[bytes, list[bytes]] = {}
-        done: dict[bytes, list[int]] = {}
-        while self._replies:
-            route, seq, record, buffers = self._replies.popleft()
-            if buffers:
-                self._send_back([route, record, *buffers])
-            elif record:
-                records.setdefault(route, []).append(record)
-            else:
-                done.setdefault(route, []).append(seq)
-        for route, seqs in done.items():
-            records.setdefault(route, []).append(pack_done(seqs))
-        for route, batch in records.items():
-            self._send_back([route, b"".join(batch)])
 
     def _send_back(self, frames: list[Any]) -> None:
         try:
@@ -428,14 +410,3 @@ class Endpoint:
         with self._turn:
             self._zmq.destroy(linger=500)
         os.close(self._wake)
-
-
-def _by_role(members: list[Member]) -> dict[str, list[str]]:
-    """The members of each role that are not gone; if all are, the first, so that asking it says so."""
-    there: dict[str, list[str]] = {}
-    for member in members:
-        if member.state != "gone":
-            there.setdefault(member.role, []).append(member.name)
-    for member in members:
-        there.setdefault(member.role, [member.name])
-    return there

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
-from .wire import Kind, decode_body
+from .wire import Kind, decode_body, pack_done
 
-__all__ = ["Heard", "Outgoing", "Peer", "Pending"]
+__all__ = ["Heard", "Outgoing", "Peer", "Pending", "Replies"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
@@ -115,3 +116,39 @@ class Peer:
             self.socket.send_multipart([message.record, *message.buffers], copy=False)
         if small:
             self.socket.send(b"".join(small))
+
+
+class Replies:
+    """Answers that wait to be sent. Added to by the thread that handles messages, sent by the one that drives."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[bytes, int, bytes, Sequence[Any]]] = deque()  # route, seq, record, buffers
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, route: bytes, record: bytes, buffers: Sequence[Any]) -> None:
+        self._waiting.append((route, 0, record, buffers))
+
+    def add_done(self, route: bytes, seq: int) -> None:
+        """A tell was handled; all of one sender's are told in one record."""
+        self._waiting.append((route, seq, b"", ()))
+
+    def datagrams(self) -> Iterator[list[Any]]:
+        """What to send, each as route and frames; small ones of one sender together. Leaves nothing."""
+        if not self._waiting:
+            return
+        records: dict[bytes, list[bytes]] = {}
+        done: dict[bytes, list[int]] = {}
+        while self._waiting:
+            route, seq, record, buffers = self._waiting.popleft()
+            if buffers:
+                yield [route, record, *buffers]
+            elif record:
+                records.setdefault(route, []).append(record)
+            else:
+                done.setdefault(route, []).append(seq)
+        for route, seqs in done.items():
+            records.setdefault(route, []).append(pack_done(seqs))
+        for route, batch in records.items():
+            yield [route, b"".join(batch)]

@@ -47,6 +47,9 @@ CONFIGS = {
     "bloom": BloomConfig(**SMALL),  # takes no position_ids
 }
 
+# Importing a family of models takes seconds: the fast tests have two.
+MODELS = ["tiny", "qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "qwen2")]
+
 
 def fresh(name: str) -> PreTrainedModel:
     """The same weights every time."""
@@ -98,7 +101,7 @@ def assert_same(ones: list[Sample], others: list[Sample]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tiny", *CONFIGS])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_plain_forward_before_and_after_swaps(
     name: str, temperature: float, tmp_path: Path
@@ -119,7 +122,7 @@ def test_logprobs_are_those_of_a_plain_forward_before_and_after_swaps(
     assert sampled[0] != sampled[1]
 
 
-@pytest.mark.parametrize("name", ["tiny", *CONFIGS])
+@pytest.mark.parametrize("name", MODELS)
 def test_batch_of_different_lengths_equals_one_by_one_in_any_order(name: str, tmp_path: Path) -> None:
     engine = engine_under(name, adapter(name, tmp_path / "one", 1))
     requests = group(engine, prompts=4, size=3)
@@ -139,7 +142,7 @@ def test_fewer_tokens_are_the_start_of_more(tmp_path: Path) -> None:
     assert [sample.ids for sample in few] == [sample.ids[:3] for sample in many]
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen2", "gpt_neox", "gemma", "mistral"])
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_generate(name: str, tmp_path: Path) -> None:
     folder = adapter(name, tmp_path / "one", 1)
     engine = engine_under(name, folder)

@@ -120,6 +120,7 @@ def test_math_verify(completion: str, answer: str, reward: float):
     assert math_verify(prompt(answer), completion) == reward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "completion",
     [
