@@ -11,9 +11,12 @@ import msgspec
 from ..runtime import Actor, NotYet, Ref, Unrecoverable, idempotent
 from ..runtime.store import Store, StoreError
 from .prompts import PromptSource
-from .types import Batch, Group
+from .types import Batch, Completion, Count, Group
 
 __all__ = ["Buffer", "GroupSource"]
+
+LARGEST = 3e38  # float32's, so that no sum of rewards or log-probabilities overflows
+ROUNDING = 1e-3  # how far above 0 a log-probability may be
 
 
 class GroupSource(Protocol):
@@ -30,9 +33,13 @@ class GroupSource(Protocol):
 
 
 class _Record(msgspec.Struct):
-    """What a restart needs besides the groups. trained: ids of groups whose step is durable."""
+    """What a restart needs besides the groups.
+
+    newest:  the last step that was handed groups. trained: ids of groups whose step is durable.
+    """
 
     handed: dict[int, list[int]] = {}
+    newest: int = 0
     trained: set[int] = set()
     trained_below: int = 0
     dropped: dict[str, int] = {}
@@ -45,9 +52,10 @@ class Buffer(Actor):
     capacity:      groups it holds; when full, `put` waits.
     max_staleness: how many versions behind the trainer's a group may be.
 
-    A group is refused, and counted by reason, when it is `stale`, a `duplicate` (its id was delivered
-    before), or `unknown` (its version and digest are not a published pair: the worker samples something else
-    than it says). The worker says which of its groups were taken; the prompts of the others are lent again.
+    A group is refused, and counted by reason, when it is `malformed` (nobody could train it), `stale`, a
+    `duplicate` (its id was delivered before), or `unknown` (its version and digest are not a published pair:
+    the worker samples something else than it says). The worker says which of its groups were taken; the
+    prompts of the others are lent again.
     """
 
     http: ClassVar = {"POST /v1/groups": "put", "GET /v1/batch": "take"}
@@ -90,17 +98,24 @@ class Buffer(Actor):
         return "accepted"
 
     @idempotent
-    def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
+    def take(self, step: Count, groups: Count, version: Count, durable: Count) -> Batch:
         """As GroupSource says; the groups with the oldest policy first.
 
         A batch without groups means that stale ones were dropped and there were too few left: ask again.
-        Raises Unrecoverable (exit code 2) for more groups than it can hold.
+        Raises Unrecoverable (exit code 2) for more groups than it can hold, ValueError for a step that is
+        neither one whose groups it still has nor the next, and when a step not yet handed out is durable.
         """
         if groups > self.capacity:
             raise Unrecoverable(
                 f"a buffer of {self.capacity} groups can never give {groups} at once: set its capacity to at least "
                 f"{groups}",
                 exit_code=2,
+            )
+        newest = self.record.newest
+        if durable > newest or not (step in self._handed or step == newest + 1):
+            raise ValueError(
+                f"no groups for step {step} with step {durable} durable: the last step that was given groups is "
+                f"{newest}, so ask for step {newest + 1}, or again for one that is not durable"
             )
         self.record.version = version
         self._forget(durable)
@@ -112,10 +127,13 @@ class Buffer(Actor):
                 raise NotYet
             oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
             self._handed[step] = [self._waiting.pop(group.id) for group in oldest[:groups]]
+            self.record.newest = step
         self._save()
         return self._batch(self._handed[step])
 
     def _refusal(self, group: Group) -> str:
+        if not _is_well_formed(group):
+            return "malformed"
         same = self._find(group.id)
         if same is not None:
             return "" if same == group else "duplicate"
@@ -186,6 +204,31 @@ class Buffer(Actor):
     def _save(self) -> None:
         self.record.handed = {step: [group.id for group in groups] for step, groups in self._handed.items()}
         _write(self._folder / "record.json", msgspec.json.encode(self.record))
+
+
+def _is_well_formed(group: Group) -> bool:
+    """Whether a trainer could train it: a group may come from another machine, and checked by type alone."""
+    return (
+        0 <= group.id < 2**62
+        and _are_token_ids(group.prompt_ids)
+        and len(group.completions) > 0
+        and all(_is_well_formed_completion(completion) for completion in group.completions)
+    )
+
+
+def _is_well_formed_completion(completion: Completion) -> bool:
+    return (
+        _are_token_ids(completion.ids)
+        and len(completion.logprobs) == len(completion.ids)
+        and all(-LARGEST < logprob <= ROUNDING for logprob in completion.logprobs)
+        and abs(completion.reward) < LARGEST  # NaN is not
+        and 0 <= completion.version < 2**62
+        and completion.finish_reason in ("stop", "length")
+    )
+
+
+def _are_token_ids(ids: list[int]) -> bool:
+    return len(ids) > 0 and min(ids) >= 0 and max(ids) < 2**31
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -35,14 +35,17 @@ def draw(
 
     shares = [step["perf/rollout_wait_s"] / max(step["perf/step_s"], 1e-9) for step in steps]
     waiting.plot(at, shares, color="C2", label="trainer waits for groups")
-    rounds = [event for event in events if event["event"] == "report" and "lease_wait_s" in event]
+    reports = [event for event in events if event["event"] == "report"]
+    rounds = [
+        (event["time"] - started, event["values"]) for event in reports if "lease_wait_s" in event["values"]
+    ]
     for key, name in (
         ("lease_wait_s", "workers wait to be let ahead"),
         ("put_wait_s", "workers wait for the buffer"),
     ):
         whole = ("lease_wait_s", "sample_s", "put_wait_s")
-        share = [event[key] / max(sum(event[part] for part in whole), 1e-9) for event in rounds]
-        waiting.plot([event["time"] - started for event in rounds], share, ".", alpha=0.6, label=name)
+        share = [values[key] / max(sum(values[part] for part in whole), 1e-9) for _, values in rounds]
+        waiting.plot([at for at, _ in rounds], share, ".", alpha=0.6, label=name)
     waiting.set(ylabel="share of time waited", xlabel="seconds since the start", ylim=(-0.02, 1.02))
 
     for event in events:

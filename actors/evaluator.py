@@ -7,20 +7,26 @@ from pathlib import Path
 
 import msgspec
 
-from ..runtime import Actor, Finished, Ref
+from ..runtime import Actor, Finished
 from ..runtime.store import PolicyVersion, Store
 from .data import load_rows
 from .engines import Engine, Request, Sampling
-from .reward import Reward
+from .reward import Reward, RewardFunction
 from .types import Prompt
 
-__all__ = ["Evaluation", "Evaluator"]
+__all__ = ["Evaluation", "Evaluator", "accuracy_function"]
+
+
+def accuracy_function(eval_reward: str, reward: str) -> str:
+    """The function that says which answers are right: `eval_reward` if given, else `reward` if that is a
+    built-in one, which gives 1 for a right answer; a reward of the user's own may not, so else exact_match."""
+    return eval_reward or (reward if reward in ("exact_match", "math_verify") else "exact_match")
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """One line of eval.jsonl.
 
-    accuracy, greedy: share of held-out problems with reward ≥ 1, sampled at the run's temperature and at 0.
+    accuracy, greedy: share of held-out problems with a score ≥ 1, sampled at the run's temperature and at 0.
     """
 
     version: int
@@ -34,7 +40,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluator(Actor):
     """Evaluates the first version, then one at least `every` optimizer steps later, and the final one.
 
-    problems: how many held-out ones. poll_s: between two looks at the store (a conditional GET).
+    problems: how many held-out ones. score: a reward function, or its name as `reward_function` takes it;
+    1 or more counts as right. It runs in this process. poll_s: between two looks at the store (a conditional GET).
     It finishes with the final version.
     """
 
@@ -49,16 +56,18 @@ class Evaluator(Actor):
         sampling: Sampling,
         every: int,
         seed: int,
-        reward: Ref[Reward],
+        score: RewardFunction | str,
         weights: Store,
         poll_s: float = 0.5,
     ) -> None:
         self.model, self.dataset, self.problems = model, dataset, problems
         self.sampling, self.every, self.seed = sampling, every, seed
-        self.reward, self.weights, self.poll_s = reward, weights, poll_s
+        self.score, self.weights, self.poll_s = score, weights, poll_s
 
     def on_start(self) -> None:
         self.rows = load_rows(self.dataset, self.problems)
+        self.reward = Reward(fn=self.score)  # no actor here, but the same checks
+        self.reward.on_start()
         self.engine = self._load_engine()
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.file: Path = self.context.folder / "eval.jsonl"
@@ -108,5 +117,5 @@ class Evaluator(Actor):
         samples = self.engine.generate(requests, sampling)
         for i, ((text, answer), sample) in enumerate(zip(self.rows, samples, strict=True)):
             prompt = Prompt(id=i, text=text, answer=answer)
-            right += self.reward.ask(Reward.score, prompt, [sample.text])[0] >= 1.0
+            right += self.reward.score(prompt, [sample.text])[0] >= 1.0
         return right / len(self.rows)

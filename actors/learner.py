@@ -9,6 +9,7 @@ Imports torch and transformers: import it where a trainer starts, not at a recip
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 __all__ = ["Learner"]
+
+log = logging.getLogger("rolecall")
 
 MAX_LOGITS = 1 << 25  # tokens × vocabulary held at once: 128 MiB of float32
 BAD_STEPS_IN_A_ROW = 3
@@ -77,6 +80,7 @@ class Learner:
         self._settings = {"rank": rank, "alpha": alpha}
         self._counters = {"steps": 0, "skipped": 0, "skipped_in_a_row": 0}
         self._window = _attention_window(self._policy)
+        self._vocabulary: int = _parts(self._policy)[1].weight.shape[0]
         _refuse_unless_packable(self._policy, model)
 
     def step(self, groups: Sequence[Group], *, version: int) -> dict[str, float]:
@@ -85,20 +89,24 @@ class Learner:
         version: the policy version these weights were published as; groups sampled by it are the fresh ones.
 
         With nothing to train (no group's rewards differ, or all is masked) the weights stay as they are, and
-        the metrics of tokens are missing. A loss or gradient that is not finite skips the step: `skipped` is
-        1, and these two metrics say NaN or infinity. Raises Unrecoverable after three of those in a row, on a
-        reward that is not finite, and on a completion too long for a row or for the model's attention window.
+        the metrics of tokens are missing. A group with a token id beyond the vocabulary, which only a worker
+        with another model makes, is left out and counted in `foreign_groups`: it can't stop the run. A loss
+        or gradient that is not finite skips the step: `skipped` is 1, and these two metrics say NaN or
+        infinity. Raises Unrecoverable after three of those in a row, on a reward that is not finite, and on a
+        completion too long for a row or for the model's attention window.
         """
         self._check_lengths(groups)
+        foreign = [self._is_foreign(group) for group in groups]
+        advantages = [_advantages(self._loss, group) for group in groups]
         packed = pack(
             groups,
-            [_advantages(self._loss, group) for group in groups],
+            [[0.0] * len(own) if out else own for own, out in zip(advantages, foreign, strict=True)],
             row_tokens=self._row_tokens,
             mask_truncated=self._loss.mask_truncated,
         )
         metrics = {**_group_metrics(groups), "lr": float(self._optimizer.param_groups[0]["lr"])}
         metrics |= {"zero_variance_share": packed.skipped_groups / len(groups), "row_fill": packed.fill}
-        metrics |= {"tokens_trained": float(packed.trained_tokens)}
+        metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(sum(foreign))}
         if packed.trained_tokens == 0:
             return metrics | {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
         versions = [group.version for group in groups for _ in group.completions]
@@ -167,6 +175,18 @@ class Learner:
                     f"{self._window}, which packed rows cannot keep to: hold prompt and completion within that",
                     exit_code=2,
                 )
+
+    def _is_foreign(self, group: Group) -> bool:
+        largest = max(
+            max(ids, default=0) for ids in (group.prompt_ids, *(part.ids for part in group.completions))
+        )
+        if largest < self._vocabulary:
+            return False
+        log.warning(
+            "group %d of %s is not trained: it has token id %d, and the model's vocabulary ends at %d; stop that "
+            "worker, which samples another model", group.id, group.worker, largest, self._vocabulary - 1,
+        )  # fmt: skip
+        return True
 
     def _accumulate(self, packed: Packed, fresh: Tensor) -> dict[str, float]:
         """Sum the gradients of all micro-batches; fresh: [completions] bool."""

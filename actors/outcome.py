@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
 
-__all__ = ["describe", "progress", "report", "sample"]
+__all__ = ["describe", "progress", "report", "sample", "side_by_side"]
 
 SAMPLES = 4
 
@@ -43,10 +44,11 @@ def _share_waited(worker: Mapping[str, float]) -> float:
     return waited / (waited + worker["sample_s"])
 
 
-def report(run: RunFolder) -> dict[str, Any]:
+def report(run: RunFolder, *, now: Callable[[], float] = time.time) -> dict[str, Any]:
     """The result of a finished run, with stable names; draws curves.png and fetches the adapter.
 
-    wall_s and first_step_s: seconds from the start of the run. trainer_wait_share: the share of its time the
+    wall_s and first_step_s: seconds from the start of the command, to this result and to the first optimizer
+    step. now: seconds since 1970. trainer_wait_share: the share of its time the
     trainer waited for groups, the first step apart, which waits for everybody to start.
     """
     from .curves import draw
@@ -66,7 +68,7 @@ def report(run: RunFolder) -> dict[str, Any]:
         "steps": len(steps),
         "accuracy_before": evaluations[0]["accuracy"],
         "accuracy_after": evaluations[-1]["accuracy"],
-        "wall_s": round(run.lines("events.jsonl")[-1]["time"] - info.started, 2),
+        "wall_s": round(now() - info.started, 2),
         "first_step_s": round(steps[0]["time"] - info.started, 2),
         "adapter": str(adapter),
         "groups_trained": sum(len(step["groups"]) for step in steps),
@@ -106,9 +108,6 @@ def sample(run: RunFolder, prompt: str) -> str:
             f"run {run.path.name} has no adapter to sample from: only one that has finished leaves one",
             exit_code=2,
         )
-    from rich.console import Console
-    from rich.table import Table
-
     from .engines import Request, Sampling
     from .engines.transformers import load_engine
 
@@ -122,9 +121,19 @@ def sample(run: RunFolder, prompt: str) -> str:
         for version, adapter in enumerate([_untrained(config, Path(folder)), run.path / "adapter"]):
             engine.load(version, "", adapter)
             columns.append([sample.text for sample in engine.generate(requests, sampling)])
-    table = Table("base", "trained", show_lines=True, title=prompt.strip())
+    return side_by_side(prompt.strip(), columns)
+
+
+def side_by_side(title: str, columns: Sequence[Sequence[str]]) -> str:
+    """A table of the base model's and the trained one's completions."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # As Text: to rich, a "[/INST]" in a plain string would be markup.
+    table = Table("base", "trained", show_lines=True, title=Text(title))
     for row in zip(*columns, strict=True):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console = Console(width=100)
     with console.capture() as capture:
         console.print(table)

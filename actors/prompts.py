@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from ..runtime import Actor, NotYet, idempotent
 from .data import load_dataset
-from .types import Lease, Prompt
+from .types import Count, Lease, Prompt
 
 __all__ = ["PromptSource"]
+
+PromptCount = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 
 
 class _Loan(msgspec.Struct):
@@ -90,7 +92,13 @@ class PromptSource(Actor):
 
     @idempotent
     def next(
-        self, worker: str, incarnation: int, lease: int, delivered: list[int], count: int, wait: bool
+        self,
+        worker: str,
+        incarnation: Count,
+        lease: Count,
+        delivered: list[int],
+        count: PromptCount,
+        wait: bool,
     ) -> Lease:
         """Lend up to `count` prompts.
 
@@ -160,7 +168,7 @@ class PromptSource(Actor):
         return min(5.0, self.lease_s)
 
     def _admit(self, count: int) -> list[int]:
-        ledger = self.ledger
+        ledger, count = self.ledger, max(0, count)
         ledger.returned.sort()
         ids, ledger.returned = ledger.returned[:count], ledger.returned[count:]
         if ledger.version < 0:

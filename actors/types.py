@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
 
-__all__ = ["PATIENCE_S", "Batch", "Completion", "Group", "Lease", "Prompt"]
+from msgspec import Meta, Struct
+
+__all__ = ["PATIENCE_S", "Batch", "Completion", "Count", "Group", "Lease", "Prompt"]
+
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+"""A number that another machine may send: any JSON file and any 8-byte integer can hold it."""
 
 PATIENCE_S = 6 * 3600.0
 """How long one role waits for another's work: that a trainer or a worker is slow is no fault."""

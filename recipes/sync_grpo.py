@@ -12,7 +12,7 @@ from math import ceil
 
 from ..actors import outcome
 from ..actors.engines import Sampling
-from ..actors.evaluator import Evaluator
+from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.losses import GRPOLoss
 from ..actors.prompts import PromptSource
 from ..actors.reward import Reward
@@ -33,6 +33,7 @@ class Config:
     train_set: str = "tiny"
     eval_set: str = "tiny"
     reward: str = "exact_match"
+    eval_reward: str = ""  # what accuracy counts; by default a built-in reward, or exact_match
     store: str = "file://"
     seed: NotNegative = 0
     steps: AtLeastOne = 40
@@ -73,7 +74,8 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
     evaluator = graph.add(
         "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,
-        sampling=sampling, every=config.eval_every, seed=config.seed, reward=reward, weights=weights,
+        sampling=sampling, every=config.eval_every, seed=config.seed, weights=weights,
+        score=accuracy_function(config.eval_reward, config.reward),
     )  # fmt: skip
 
     # How they run, and when the run is over.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .graph import Role
 
-__all__ = ["Child", "Leftovers", "describe_exit", "tail"]
+__all__ = ["Child", "Leftovers", "RestartBudget", "describe_exit", "tail"]
 
+MAX_BACKOFF_S = 30.0
 OUTPUT_TAIL_LINES = 50
 OUTPUT_TAIL_BYTES = 64 << 10
 
@@ -54,6 +57,29 @@ class Child:
         os.close(self.pidfd)
         self.pidfd = -1
         return status
+
+
+@dataclass
+class RestartBudget:
+    """How many deaths a run survives (OTP's intensity and period), and the wait after each."""
+
+    max_restarts: int
+    within_s: float
+    rng: random.Random
+    _deaths: deque[float] = field(default_factory=deque)
+
+    def spend(self, now: float) -> tuple[int, float | None]:
+        """The deaths within the period, and the seconds to wait before the restart; None: they are too many.
+
+        The first restart is at once; then waits double, with full jitter.
+        """
+        self._deaths.append(now)
+        while self._deaths[0] <= now - self.within_s:
+            self._deaths.popleft()
+        count = len(self._deaths)
+        if count > self.max_restarts:
+            return count, None
+        return count, 0.0 if count == 1 else self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0**count))
 
 
 class Leftovers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import secrets
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 from msgspec import json
 from msgspec.structs import replace
 
-from .console import Console
+from .console import Console, say
 from .errors import RolecallError, Unrecoverable
 from .graph import Graph
 from .recipe import configure, load_recipe
@@ -27,15 +28,21 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 finished, 1 failed, 2 a mistake in what was given."""
-    options = _parser().parse_args(arguments)
+    """Run one command. Returns the exit code.
+
+    0 finished, 1 failed, 2 a mistake in what was given, 130 stopped by request.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an ASCII terminal must not end a run
     try:
+        options = _parser().parse_args(arguments)
         return options.command(options)
     except RolecallError as error:
-        print(f"rolecall: {error}", file=sys.stderr)
+        say(f"rolecall: {error}", sys.stderr)
         return error.exit_code if isinstance(error, Unrecoverable) else 1
-    except BrokenPipeError:
-        return 1  # whoever read our output has gone: `rolecall ps | head`
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,14 +113,14 @@ def _run(options: argparse.Namespace) -> int:
     with console:
         outcome = _supervise(graph, run, name, console)
     if outcome.exit_code:
-        print(f"rolecall: {outcome.story}", file=sys.stderr)
-        print(f"rolecall: the run's folder is {run.path}", file=sys.stderr)
+        say(f"rolecall: {outcome.story}", sys.stderr)
+        say(f"rolecall: the run's folder is {run.path}", sys.stderr)
         return outcome.exit_code
     result = {"recipe": graph.name, "restarts": outcome.restarts}
     if hasattr(recipe, "outcome"):
         result |= recipe.outcome.report(run)
     if options.json:
-        print(json.encode(result).decode())
+        say(json.encode(result).decode(), sys.stdout)
     else:
         console.show_result(result)
     return 0
@@ -126,9 +133,15 @@ def _supervise(graph: Graph, run: RunFolder, recipe: str, console: Console, **re
     def stop(signum: int, frame: FrameType | None) -> None:
         supervisor.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
-    return supervisor.run()
+    # Who ignores one (nohup, a shell's background) wants the run to live through it.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        return supervisor.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _build(recipe: Any, name: str, config: Any) -> Graph:
@@ -159,10 +172,10 @@ def _add_proxy(graph: Graph, run: RunFolder, host: str, port: int) -> None:
 def _show(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
     config = configure(recipe, options.recipe, options.set)
-    print(picture(_build(recipe, options.recipe, config)))
-    print("\nSettings:")
+    say(picture(_build(recipe, options.recipe, config)), sys.stdout)
+    say("\nSettings:", sys.stdout)
     for field in dataclasses.fields(config):
-        print(f"  {field.name} = {getattr(config, field.name)!r}")
+        say(f"  {field.name} = {getattr(config, field.name)!r}", sys.stdout)
     return 0
 
 
@@ -170,26 +183,27 @@ def _diff(options: argparse.Namespace) -> int:
     graphs = []
     for name in (options.a, options.b):
         recipe = load_recipe(name)
-        graphs.append(_build(recipe, name, recipe.Config()))
-    print(difference(*graphs))
+        graphs.append(_build(recipe, name, configure(recipe, name, [])))
+    say(difference(*graphs), sys.stdout)
     return 0
 
 
 def _ps(options: argparse.Namespace) -> int:
     run = find_run(options.runs, options.run, live=True)
     actors = run.status()
-    print(run.path.name)
-    print(f"{'ROLE':<16} {'PID':>8}  {'STATE':<9} {'RESTARTS':>8}  HANDLING")
+    say(run.path.name, sys.stdout)
+    say(f"{'ROLE':<16} {'PID':>8}  {'STATE':<9} {'RESTARTS':>8}  HANDLING", sys.stdout)
     for actor in actors:
         handling = "" if actor.handling_s is None else f"{actor.handling_s:.1f} s"
-        print(f"{actor.name:<16} {actor.pid or '-':>8}  {actor.state:<9} {actor.restarts:>8}  {handling}")
+        row = f"{actor.name:<16} {actor.pid or '-':>8}  {actor.state:<9} {actor.restarts:>8}  {handling}"
+        say(row, sys.stdout)
     return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
     run = find_run(options.runs, options.run, live=True)
     run.stop()
-    print(f"asked {run.path.name} to stop")
+    say(f"asked {run.path.name} to stop", sys.stdout)
     return 0
 
 
@@ -198,7 +212,7 @@ def _sample(options: argparse.Namespace) -> int:
     recipe = load_recipe(run.info.recipe)
     if not hasattr(recipe, "outcome"):
         raise Unrecoverable(f"recipe {run.info.recipe} has no `outcome` that could sample", exit_code=2)
-    print(recipe.outcome.sample(run, options.prompt))
+    say(recipe.outcome.sample(run, options.prompt), sys.stdout)
     return 0
 
 
@@ -216,9 +230,9 @@ def _join(options: argparse.Namespace) -> int:
             remotes=joining.remotes,
         )
     if outcome.exit_code not in (0, 130):
-        print(f"rolecall: {outcome.story}", file=sys.stderr)
+        say(f"rolecall: {outcome.story}", sys.stderr)
         return outcome.exit_code
-    print("the run has finished" if outcome.exit_code == 0 else "left the run")
+    say("the run has finished" if outcome.exit_code == 0 else "left the run", sys.stdout)
     return 0
 
 

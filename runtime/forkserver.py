@@ -8,7 +8,8 @@ Requests and replies are JSON datagrams on a socket pair:
     {"forget": pid}                         its session is gone: the number may soon be somebody else's
 Each actor is forked twice, so that it becomes a child of the supervisor (a subreaper). It goes on only when the
 reply has been sent, so there is none that the supervisor can't know of; then it leads its own session, and
-dies with the supervisor. When the supervisor is gone the server kills whatever their sessions left.
+dies with the supervisor. When the supervisor is gone the server kills whatever their sessions left and removes
+its folder of sockets. It hears of that by the socket pair, and by a signal while it is busy importing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import ctypes
 import gc
 import importlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 from msgspec import json
@@ -33,6 +36,7 @@ from msgspec import json
 __all__ = ["ForkServer", "become_subreaper", "main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SUPERVISOR_DIED = signal.SIGUSR1  # nobody else sends it, and a SIGTERM from a user must not end the actors
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,15 +47,20 @@ def become_subreaper() -> None:
 
 
 class ForkServer:
-    """The supervisor's side: starts the process and talks to it. `sessions`: actors another one has started."""
+    """The supervisor's side: starts the process and talks to it.
 
-    def __init__(self, log: Path, sessions: Sequence[int] = ()) -> None:
+    sockets: the supervisor's folder, removed should the supervisor be killed. sessions: actors another one has
+    started.
+    """
+
+    def __init__(self, log: Path, sockets: Path, sessions: Sequence[int] = ()) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # One thread while importing: a BLAS that starts its pool would make every fork unsafe.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", "1")
-        numbers = map(str, [theirs.fileno(), os.getpid(), *sessions])
-        command = [sys.executable, "-m", "rolecall.runtime.forkserver", *numbers]
+        arguments = map(str, [theirs.fileno(), os.getpid(), sockets, *sessions])
+        # -P: nothing in the working directory may shadow a module.
+        command = [sys.executable, "-P", "-m", "rolecall.runtime.forkserver", *arguments]
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -92,14 +101,23 @@ class ForkServer:
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    supervisor, sockets, sessions = int(sys.argv[2]), Path(sys.argv[3]), set(map(int, sys.argv[4:]))
+
+    def clean_up(signum: int = 0, frame: FrameType | None = None) -> None:
+        for pid in sessions:
+            _kill_session(pid)
+        shutil.rmtree(sockets, ignore_errors=True)  # the supervisor may have come that far itself
+        os._exit(0)  # an import that this interrupts must not go on
+
     # Stopping is the supervisor's affair; a Ctrl-C or a kill of the group must not come first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    importlib.import_module("rolecall.runtime.process")  # what every actor needs
-    sessions = set(map(int, sys.argv[3:]))
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the supervisor died meanwhile
-        _serve(connection, int(sys.argv[2]), sessions)
-    for pid in sessions:
-        _kill_session(pid)
+    signal.signal(_SUPERVISOR_DIED, clean_up)
+    _libc.prctl(_PR_SET_PDEATHSIG, _SUPERVISOR_DIED)
+    if os.getppid() == supervisor:  # otherwise it died before the line above could tie us to it
+        importlib.import_module("rolecall.runtime.process")  # what every actor needs
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the supervisor died meanwhile
+            _serve(connection, supervisor, sessions)
+    clean_up()
 
 
 def _serve(connection: socket.socket, supervisor: int, sessions: set[int]) -> None:
@@ -154,6 +172,7 @@ def _fork(request: dict[str, Any], supervisor: int, connection: socket.socket) -
 def _be_actor(request: dict[str, Any], supervisor: int) -> None:
     code = 1
     try:
+        signal.signal(_SUPERVISOR_DIED, signal.SIG_DFL)
         os.setsid()
         while os.getppid() != supervisor:
             if not Path(f"/proc/{supervisor}").exists():

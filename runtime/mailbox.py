@@ -61,6 +61,14 @@ class Mailbox:
     def set_aside(self, message: Incoming) -> None:
         insort(self._aside, message, key=lambda other: other.number)
 
+    def drop_late(self, now: float) -> list[Incoming]:
+        """Take out what was set aside and is past its deadline: nobody waits for it any more."""
+        late = [message for message in self._aside if _is_late(message, now)]
+        if late:
+            self._aside = [message for message in self._aside if not _is_late(message, now)]
+            self._retry = deque(message for message in self._retry if not _is_late(message, now))
+        return late
+
     def changed(self) -> None:
         """The actor's state may have changed: what was set aside deserves another try."""
         if self._aside:
@@ -73,3 +81,7 @@ class Mailbox:
         self._arrived.clear()
         self._retry.clear()
         return messages
+
+
+def _is_late(message: Incoming, now: float) -> bool:
+    return 0.0 < message.header.deadline < now

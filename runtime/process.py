@@ -30,6 +30,7 @@ __all__ = ["Life", "LifeSupport", "Spec", "run_actor"]
 
 log = logging.getLogger("rolecall")
 
+SWEEP_S = 1.0  # between two looks for messages that nobody waits for any more
 POISON_DEATHS = 2  # a message that killed its actor this often is not tried again
 
 
@@ -112,6 +113,7 @@ class Life:
 
     def __init__(self, spec: Spec, endpoint: LifeSupport) -> None:
         self.endpoint = endpoint
+        self._swept = endpoint.now()
         self._tell_supervisor(Hello())
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
@@ -150,6 +152,7 @@ class Life:
                     step_at = 0.0 if steps else None
                 endpoint.breathe()
                 continue
+            self._sweep()
             wait_s = None if step_at is None else max(0.0, step_at - endpoint.now())
             endpoint.wait(wait_s)  # also when it is 0: answers must not wait for the step
             if wait_s == 0.0 and not mailbox.ready and not endpoint.stopping:
@@ -158,6 +161,14 @@ class Life:
                 mailbox.changed()
             if endpoint.dead_letters:
                 self._bury()
+
+    def _sweep(self) -> None:
+        """Let go of what NotYet keeps although its asker has gone on: without a change it would stay for ever."""
+        now = self.endpoint.now()
+        if now - self._swept >= SWEEP_S:
+            self._swept = now
+            for message in self.endpoint.mailbox.drop_late(now):
+                self.endpoint.page.done(message.header.sender, message.header.seq)
 
     def _handle(self, message: Incoming) -> bool:
         """Whether the handler ran, so that the actor's state may have changed."""

@@ -3,15 +3,19 @@
 Each role may list messages in `http`, for example Buffer's {"POST /v1/groups": "put"}. The proxy checks the
 token, checks the JSON body against the handler's own types, asks the actor, and answers with JSON. Unbounded
 waits are cut: an actor that says NotYet for WAIT_S becomes 429 with Retry-After, and the client asks again.
+When the run ends every request is answered with 410, for a while, so that whoever still works hears of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hmac
 import inspect
+import resource
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -36,6 +40,11 @@ __all__ = ["Proxy", "add_proxy", "build_app"]
 WAIT_S = 5.0  # how long a request waits for an actor before the client is told to ask again
 MAX_BODY_BYTES = 64 << 20
 MAX_WAITING_REQUESTS = 256
+MAX_CONNECTIONS = 1024  # beyond it: 503
+HEADERS_S = 10.0  # how long a new connection may take to make its first request
+BODY_S = 120.0  # and a request to bring its body
+IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
+FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are still connected
 
 
 def add_proxy(graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any]) -> Ref[Proxy]:
@@ -48,6 +57,7 @@ class Proxy(Actor):
     """Serves HTTP in a thread of its own; its handlers ask the other actors like anybody else."""
 
     preloads = ("starlette.applications", "uvicorn")
+    stop_timeout_s = FAREWELL_S + 5.0
 
     def __init__(
         self, *, host: str, port: int, token_file: Path, roles: list[Role], about: dict[str, Any]
@@ -59,10 +69,15 @@ class Proxy(Actor):
     def on_start(self) -> None:
         import uvicorn
 
-        app = build_app(self.roles, self.about, read_token(self.token_file))
+        self._ended = threading.Event()
+        app = build_app(self.roles, self.about, read_token(self.token_file), self._ended)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
+        _raise_file_limit()
+        config = uvicorn.Config(
+            app, http=_impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
+            limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
+        )  # fmt: skip
         self._server: uvicorn.Server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
@@ -74,6 +89,10 @@ class Proxy(Actor):
         return 1.0
 
     def on_stop(self) -> None:
+        self._ended.set()
+        until = time.monotonic() + FAREWELL_S
+        while self._server.server_state.connections and time.monotonic() < until:
+            time.sleep(0.05)
         self._server.should_exit = True
         self._thread.join(timeout=3.0)
 
@@ -95,8 +114,32 @@ class Proxy(Actor):
         return listener
 
 
-def build_app(roles: list[tuple[str, type[Actor]]], about: dict[str, Any], token: str) -> Starlette:
-    """The ASGI app. `roles` are (name in the graph, class) with `http` messages."""
+def _raise_file_limit() -> None:
+    """A connection is a file: allow as many as this process may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _impatient_protocol() -> type[asyncio.Protocol]:
+    """HTTP/1.1 that hangs up on a connection without a first request: uvicorn itself waits for ever."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.loop.call_later(HEADERS_S, self._hang_up)
+
+        def _hang_up(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return Impatient
+
+
+def build_app(
+    roles: list[tuple[str, type[Actor]]], about: dict[str, Any], token: str, ended: threading.Event
+) -> Starlette:
+    """The ASGI app. `roles` are (name in the graph, class) with `http` messages; `ended`: the run has."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
@@ -104,14 +147,17 @@ def build_app(roles: list[tuple[str, type[Actor]]], about: dict[str, Any], token
     async def healthz(request: Request) -> Response:
         return JSONResponse({"ok": True})
 
+    def refuse(request: Request) -> Response | None:
+        return _refusal(request, token) or (_gone() if ended.is_set() else None)
+
     async def run(request: Request) -> Response:
-        return _refusal(request, token) or JSONResponse(about)
+        return refuse(request) or JSONResponse(about)
 
     routes = [Route("/healthz", healthz), Route("/v1/run", run)]
     for name, actor in roles:
         for route, method in actor.http.items():
             verb, path = route.split()
-            routes.append(Route(path, _endpoint(name, actor, method, token), methods=[verb]))
+            routes.append(Route(path, _endpoint(name, actor, method, refuse), methods=[verb]))
     return Starlette(routes=routes, lifespan=_lifespan)
 
 
@@ -136,8 +182,17 @@ def _refusal(request: Request, token: str) -> Response | None:
     return JSONResponse({"error": f"wrong or missing {TOKEN_HEADER}"}, status_code=401)
 
 
-def _endpoint(name: str, actor: type[Actor], method: str, token: str) -> Callable[..., Any]:
+def _gone() -> Response:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse({"error": "the run has ended"}, status_code=410, headers={"Connection": "close"})
+
+
+def _endpoint(
+    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None]
+) -> Callable[..., Any]:
     from starlette.concurrency import run_in_threadpool
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
 
     handler = getattr(actor, method)
@@ -146,10 +201,16 @@ def _endpoint(name: str, actor: type[Actor], method: str, token: str) -> Callabl
     ref: Ref[Any] = Ref(name, WAIT_S)
 
     async def endpoint(request: Request) -> Response:
-        refused = _refusal(request, token)
+        refused = refuse(request)
         if refused is not None:
             return refused
-        body = await _read(request)
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await _read(request)
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
+        except TimeoutError:
+            return JSONResponse({"error": f"no whole body within {BODY_S:.0f} s"}, status_code=408)
         if body is None:
             return JSONResponse({"error": f"more than {MAX_BODY_BYTES} bytes"}, status_code=413)
         try:
@@ -162,7 +223,9 @@ def _endpoint(name: str, actor: type[Actor], method: str, token: str) -> Callabl
             answer = await run_in_threadpool(ref.ask, handler, **msgspec.structs.asdict(arguments))
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
-        except (ActorDied, ActorStopped) as error:
+        except ActorStopped:
+            return _gone()
+        except ActorDied as error:
             return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
         except Exception as error:  # noqa: BLE001  the handler's own, whatever it is, goes to who asked
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
@@ -187,7 +250,7 @@ async def _read(request: Request) -> bytes | None:
 
 def _arguments_type(handler: Callable[..., Any]) -> type[msgspec.Struct]:
     """A strict type for the handler's arguments, so that a body is checked before anything sees it."""
-    hints = get_type_hints(handler)
+    hints = get_type_hints(handler, include_extras=True)  # a bound of a number is a part of its type
     fields: list[Any] = []
     for name, parameter in list(inspect.signature(handler).parameters.items())[1:]:
         default = () if parameter.default is parameter.empty else (parameter.default,)

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, get_type_hints
@@ -39,7 +40,8 @@ def load_recipe(name: str) -> ModuleType:
     """The module of a recipe, by the name of one that comes with the package or by the path of a file.
 
     A file gets a module name made from its path, so every process that loads it has the same classes.
-    Raises Unrecoverable (exit code 2) if there is none, or it has no Config or build.
+    Its own folder comes last in sys.path, so it may import its siblings and shadows nobody.
+    Raises Unrecoverable (exit code 2) if there is none, it can't be loaded, or it has no Config or build.
     """
     if name.endswith(".py"):
         module = _load_file(Path(name).resolve())
@@ -56,6 +58,10 @@ def load_recipe(name: str) -> ModuleType:
     for part in ("Config", "build"):
         if not hasattr(module, part):
             raise Unrecoverable(f"recipe {name} has no `{part}`: it needs a Config and a build", exit_code=2)
+    if not (isinstance(module.Config, type) and dataclasses.is_dataclass(module.Config)):
+        raise Unrecoverable(
+            f"recipe {name}: its Config is no dataclass: put @dataclass above it", exit_code=2
+        )
     return module
 
 
@@ -68,12 +74,29 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]  # half a module must not be found by the next load
-        raise
+        if isinstance(error, Unrecoverable) or not isinstance(error, Exception):
+            raise
+        raise Unrecoverable(
+            f"recipe file {path}{_line(error, path)} can't be loaded: {type(error).__name__}: {error}",
+            exit_code=2,
+        ) from error
     return module
+
+
+def _line(error: Exception, path: Path) -> str:
+    """ ", line 3", if the error came from a line of this file."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f", line {error.lineno}" if error.lineno else ""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def configure(recipe: ModuleType, name: str, settings: list[str]) -> Any:
@@ -97,7 +120,7 @@ def configure(recipe: ModuleType, name: str, settings: list[str]) -> Any:
         values[key] = _convert(name, key, text, fields[key])
     try:
         return recipe.Config(**values)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # TypeError: a field without a default was not set
         raise Unrecoverable(f"{name}: {error}", exit_code=2) from error
 
 

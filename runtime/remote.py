@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import msgspec
 
 from .actor import Actor
-from .errors import AskTimeout, RolecallError, Unrecoverable
+from .errors import AskTimeout, Finished, RolecallError, Unrecoverable
 
 if TYPE_CHECKING:
     import httpx
@@ -56,6 +56,8 @@ def fetch_about(url: str, token_file: Path) -> dict[str, Any]:
             f"no run answers at {url} ({error}): check the address, and that the run was started with --proxy",
             exit_code=2,
         ) from error
+    if response.status_code == 410:
+        raise Unrecoverable(f"the run at {url} has ended: there is nothing left to join", exit_code=2)
     _check(response, url)
     return response.json()
 
@@ -70,6 +72,12 @@ def _check(response: httpx.Response, url: str) -> None:
         raise RolecallError(f"{url} refused the request with {response.status_code}: {response.text[:500]}")
 
 
+def _retry_after_s(response: httpx.Response) -> float | None:
+    """None if there is none in seconds: it may also be a date, which only a gateway gives."""
+    given = response.headers.get("Retry-After", "")
+    return float(given) if given.isascii() and given.isdigit() else None
+
+
 @dataclass(frozen=True)
 class RemoteActor:
     """An actor behind a proxy. The token stays in its file: it is never part of a pickle."""
@@ -78,40 +86,55 @@ class RemoteActor:
     url: str
     token_file: Path
     actor: type[Actor]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     def ask(self, call: Call, deadline: float, between: Callable[[], None]) -> Any:
         """Send `call` as the HTTP request its actor declares, until it is answered.
 
-        `between` runs between two tries. Raises AskTimeout after `deadline`; RolecallError for a refused
-        request; Unrecoverable if the token is wrong or the proxy stays unreachable.
+        `between` runs between two tries. Raises AskTimeout after `deadline`; Finished when the run says that
+        it has ended; RolecallError for a refused request; Unrecoverable if the token is wrong or the proxy
+        stays unreachable.
         """
-        import httpx
-
         verb, path, body = self._request(call)
         answer_type = get_type_hints(getattr(self.actor, call.method)).get("return", Any)
-        unreachable_since: float | None = None
+        failing_since: float | None = None
         pause_s = 0.1
         while True:
             between()
-            if time.monotonic() > deadline:
+            if self.clock() > deadline:
                 raise AskTimeout(f"no answer from {self.name} at {self.url} within the deadline")
-            try:
-                response = self._client().request(verb, self.url + path, content=body)
-            except httpx.TransportError as error:
-                unreachable_since = unreachable_since or time.monotonic()
-                if time.monotonic() - unreachable_since > GIVE_UP_S:
+            response = self._send(verb, path, body)
+            if isinstance(response, str):
+                failing_since = self.clock() if failing_since is None else failing_since
+                if self.clock() - failing_since > GIVE_UP_S:
                     raise Unrecoverable(
-                        f"the run at {self.url} has been unreachable for {GIVE_UP_S:.0f} s ({error}): it has "
-                        "ended, or this machine has lost its connection; join again when it is back"
-                    ) from error
-                time.sleep(pause_s)
+                        f"the run at {self.url} was there and has not been for {GIVE_UP_S:.0f} s ({response}): it "
+                        "has ended, or this machine has lost its connection; join again when it is back"
+                    )
+                self.sleep(pause_s)
                 pause_s = min(2 * pause_s, 5.0)
                 continue
-            unreachable_since, pause_s = None, 0.1
-            if response.status_code not in (429, 502, 503, 504):
+            failing_since, pause_s = None, 0.1
+            if response.status_code == 410:
+                raise Finished
+            if response.status_code != 429:
                 _check(response, self.url)
                 return msgspec.json.decode(response.content, type=answer_type)
-            time.sleep(min(float(response.headers.get("Retry-After", "0")), 1.0))
+            self.sleep(min(_retry_after_s(response) or 0.0, 5.0))
+
+    def _send(self, verb: str, path: str, body: bytes) -> httpx.Response | str:
+        """The run's own response, or what stood between: no connection, or a gateway that answers for it."""
+        import httpx
+
+        try:
+            response = self._client().request(verb, self.url + path, content=body)
+        except httpx.TransportError as error:
+            return str(error) or type(error).__name__
+        asks_again = response.status_code == 429 and _retry_after_s(response) is not None
+        if response.status_code in (429, 502, 503, 504) and not asks_again:
+            return f"{response.status_code}: {response.text[:200]}"
+        return response
 
     def _request(self, call: Call) -> tuple[str, str, bytes]:
         for route, method in self.actor.http.items():

@@ -1,6 +1,6 @@
 """The run folder: what a run leaves behind, and how another terminal finds a run that is live.
 
-runs/async_grpo-20260131-120000/
+runs/async_grpo-20260131-120000-7f3a/
     run.json        recipe, config, and where the supervisor listens while it lives
     events.jsonl    every report, state, death and dead letter, with its time
     logs/           each role's output
@@ -11,7 +11,9 @@ and what the recipe's own actors write there (metrics.jsonl, eval.jsonl, adapter
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import zmq
 
 from .endpoint import quiet_socket
 from .errors import Unrecoverable
+from .files import read_lines, write_whole
 from .supervisor import ActorStatus, ListActors, StopRun
 
 __all__ = ["RunFolder", "RunInfo", "create_run", "find_run"]
@@ -29,7 +32,7 @@ ANSWER_TIMEOUT_S = 3.0
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. started: seconds since 1970; sockets: the supervisor's folder, gone when it is."""
+    """run.json. started: when the command's process did, in seconds since 1970; sockets: the supervisor's folder."""
 
     id: str
     recipe: str
@@ -40,7 +43,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFolder:
-    """One run's folder. Raises Unrecoverable (exit code 2) for a folder that isn't one."""
+    """One run's folder. Raises Unrecoverable (exit code 2) for a folder that isn't one, or has a damaged run.json."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,11 +54,13 @@ class RunFolder:
             return msgspec.json.decode((self.path / "run.json").read_bytes(), type=RunInfo)
         except OSError as error:
             raise Unrecoverable(f"{self.path} is no run folder: it has no run.json", exit_code=2) from error
+        except ValueError as error:
+            raise Unrecoverable(
+                f"{self.path / 'run.json'} is damaged ({error}): choose another run", exit_code=2
+            ) from error
 
     def write_info(self, info: RunInfo) -> None:
-        temporary = self.path / "run.json.new"
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2))
-        temporary.replace(self.path / "run.json")
+        write_whole(self.path / "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2))
 
     @property
     def live(self) -> bool:
@@ -63,11 +68,7 @@ class RunFolder:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The objects of a .jsonl file in this folder; none if there is no such file."""
-        path = self.path / name
-        if not path.exists():
-            return []
-        whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        return [msgspec.json.decode(line) for line in whole]
+        return read_lines(self.path / name)
 
     def status(self) -> list[ActorStatus]:
         """The actors of a live run, as its supervisor sees them."""
@@ -99,24 +100,29 @@ class RunFolder:
 
 def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:
     """A new folder below `root`, named by recipe and time. id: the run's, if it is another machine's."""
-    started = time.time()
-    stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
-    for suffix in ["", *(f"-{i}" for i in range(2, 100))]:
-        path = root / f"{stem}{suffix}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise Unrecoverable(
-                f"can't make the run's folder {path}: {error.strerror}; choose another place with --runs",
-                exit_code=2,
-            ) from error
-        run = RunFolder(path.resolve())
-        info = RunInfo(id=id or path.name, recipe=recipe, config=config, started=started, pid=os.getpid())
-        run.write_info(info)
-        return run
-    raise Unrecoverable(f"{root} has a hundred runs of this second: wait for the next")
+    stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # Drawn, because machines that share a store don't see each other's folders.
+    while (path := root / f"{stem}-{secrets.token_hex(2)}").exists():
+        continue
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise Unrecoverable(
+            f"can't make the run's folder {path}: {error.strerror}; choose another place with --runs",
+            exit_code=2,
+        ) from error
+    run = RunFolder(path.resolve())
+    run.write_info(
+        RunInfo(id=id or path.name, recipe=recipe, config=config, started=_process_started(), pid=os.getpid())
+    )
+    return run
+
+
+def _process_started() -> float:
+    """When this process began, in seconds since 1970, to the kernel's hundredth (proc(5), field 22 of stat)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
 
 
 def find_run(root: Path, name: str | None, *, live: bool = False) -> RunFolder:
@@ -135,5 +141,10 @@ def find_run(root: Path, name: str | None, *, live: bool = False) -> RunFolder:
 
 
 def _runs(root: Path) -> list[RunFolder]:
-    runs = [RunFolder(path.parent.resolve()) for path in root.glob("*/run.json")]
-    return sorted(runs, key=lambda run: run.info.started)
+    """Those that can be read, from the oldest; one damaged run.json must not hide the others."""
+    runs: list[tuple[float, RunFolder]] = []
+    for path in root.glob("*/run.json"):
+        run = RunFolder(path.parent.resolve())
+        with contextlib.suppress(Unrecoverable):
+            runs.append((run.info.started, run))
+    return [run for _, run in sorted(runs, key=lambda pair: pair[0])]

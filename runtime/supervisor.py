@@ -12,7 +12,6 @@ import random
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 import zmq
 from msgspec import json, msgpack
 
-from .child import Child, Leftovers, describe_exit, tail
+from .child import Child, Leftovers, RestartBudget, describe_exit, tail
 from .control import (
     ActorStatus,
     DeadLetter,
@@ -46,7 +45,6 @@ from .remote import RemoteActor
 
 __all__ = ["Observer", "Outcome", "Supervisor"]
 
-MAX_BACKOFF_S = 30.0
 LEFTOVERS_TIMEOUT_S = 2.0
 LAST_WORDS_MS = 20  # what a process said just before its end has left it, but may not be here yet
 
@@ -92,14 +90,16 @@ class Supervisor:
     rng: random.Random = field(default_factory=random.Random)
 
     def __post_init__(self) -> None:
-        # Mode 0700, and short: ipc paths end at 107 bytes.
-        self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-"))
+        # Mode 0700, and short whatever TMPDIR says: ipc paths end at 107 bytes.
+        self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
         self.children = [
             Child(role, position, name) for position, role in enumerate(self.graph) for name in role.members
         ]
         self._by_name = {child.name: child for child in self.children}
         self._incarnation = 0
-        self._deaths: deque[float] = deque()
+        self._budget = RestartBudget(self.graph.max_restarts, self.graph.within_s, self.rng)
+        self._forks: ForkServer | None = None
+        self._forks_not_before = 0.0
         self._leftovers = Leftovers()
         self._ending: Outcome | None = None
         self._stop_signals = 0
@@ -114,7 +114,6 @@ class Supervisor:
         self._zmq = zmq.Context()
         self._router = quiet_socket(self._zmq, zmq.ROUTER)
         self._router.bind(f"ipc://{self.sockets}/supervisor")
-        self._start_forkserver()
         try:
             while self._ending is None or any(child.alive for child in self.children):
                 self._advance()
@@ -150,10 +149,8 @@ class Supervisor:
 
     def _close(self) -> None:
         self._end(Outcome(1, "the supervisor itself failed", self.restarts))  # if it did: nobody is restarted
-        self._leftovers.add(self._forks.pid)
-        self._forks.kill()
-        while reply := self._forks.reply():
-            self._by_name[reply["name"]].adopt(reply["pid"])
+        if self._forks is not None:
+            self._bury_forkserver(self._forks)
         for child in self.children:
             child.kill()
             if child.alive:
@@ -161,7 +158,6 @@ class Supervisor:
         while self._router.poll(LAST_WORDS_MS):
             self._hear(*self._router.recv_multipart())
         self._leftovers.reap(LEFTOVERS_TIMEOUT_S)
-        self._forks.close()
         self._router.close()
         self._zmq.term()
         os.close(self._wake)
@@ -170,6 +166,9 @@ class Supervisor:
     # --- starting and stopping, in order -----------------------------------------------------------------
 
     def _advance(self) -> None:
+        if self._forks is None and self._ending is None and self.clock() >= self._forks_not_before:
+            sessions = [child.pid for child in self.children if child.alive]
+            self._forks = ForkServer(self.folder / "logs" / "forkserver.log", self.sockets, sessions)
         doomed = [child for child in self.children if child.alive and (self._ending or child.doomed)]
         if doomed:
             last = max(child.position for child in doomed)
@@ -177,12 +176,12 @@ class Supervisor:
                 if child.position == last:
                     self._stop_child(child)
             return
-        if self._ending:
+        if self._ending or self._forks is None:
             return
         now = self.clock()
         for child in self.children:
             if child.state == "waiting" and child.not_before <= now and not self._blocked(child):
-                self._spawn(child)
+                self._spawn(child, self._forks)
 
     def _blocked(self, child: Child) -> bool:
         return any(
@@ -190,7 +189,7 @@ class Supervisor:
             for other in self.children
         )
 
-    def _spawn(self, child: Child) -> None:
+    def _spawn(self, child: Child, forks: ForkServer) -> None:
         self._incarnation += 1
         child.incarnation, child.state = self._incarnation, "spawning"
         role = child.role
@@ -199,7 +198,7 @@ class Supervisor:
             self.remotes, role.actor, role.args, role.kwargs,
         )  # fmt: skip
         log = self.folder / "logs" / f"{child.name}.log"
-        self._forks.send(
+        forks.send(
             {"name": child.name, "spec": str(spec.write()), "log": str(log), "preloads": role.actor.preloads}
         )
 
@@ -215,22 +214,25 @@ class Supervisor:
         now = self.clock()
         times = [child.not_before for child in self.children if child.state == "waiting"]
         times += [child.kill_at for child in self.children if child.state == "stopping"]
+        times += [self._forks_not_before] if self._forks is None else []
         return max(0.0, min([1.0, *(at - now for at in times if at > now)]))
 
     # --- hearing -----------------------------------------------------------------------------------------
 
     def _listen(self, timeout_s: float) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._forks.fileno(), self._wake):
-            poller.register(source, zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        if self._forks is not None:
+            poller.register(self._forks.fileno(), zmq.POLLIN)
         for child in self.children:
             if child.alive:
                 poller.register(child.pidfd, zmq.POLLIN)
         ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        if self._forks.fileno() in ready:
-            self._hear_forkserver()
+        if self._forks is not None and self._forks.fileno() in ready:
+            self._hear_forkserver(self._forks)
         while self._router.poll(0):
             self._hear(*self._router.recv_multipart())
         for child in self.children:
@@ -263,31 +265,36 @@ class Supervisor:
                     file.write(json.encode({"to": receiver, "message": method, "reason": reason}) + b"\n")
                 self.observer.on_dead_letter(receiver, method, reason)
 
-    def _start_forkserver(self) -> None:
-        sessions = [child.pid for child in self.children if child.alive]
-        self._forks = ForkServer(self.folder / "logs" / "forkserver.log", sessions)
-
-    def _hear_forkserver(self) -> None:
-        reply = self._forks.reply()
+    def _hear_forkserver(self, forks: ForkServer) -> None:
+        reply = forks.reply()
         if reply is not None:
             self._by_name[reply["name"]].adopt(reply["pid"])
             return
         # It died. Whoever it had not forked yet is asked for again.
-        status = self._forks.kill()
-        self._leftovers.add(self._forks.pid)
-        self._forks.close()
-        self._note_death("forkserver", describe_exit(-status if status < 0 else status << 8))
-        self._start_forkserver()
+        status = self._bury_forkserver(forks)
+        delay_s = self._note_death("forkserver", describe_exit(-status if status < 0 else status << 8))
+        self._forks_not_before = self.clock() + (delay_s or 0.0)
         for child in self.children:
             if child.state == "spawning":
                 child.state = "waiting"
+
+    def _bury_forkserver(self, forks: ForkServer) -> int:
+        """Kill it if it lives, and adopt whom it has forked. Returns its exit status."""
+        status = forks.kill()
+        while reply := forks.reply():
+            self._by_name[reply["name"]].adopt(reply["pid"])
+        self._leftovers.add(forks.pid)
+        forks.close()
+        self._forks = None
+        return status
 
     # --- deaths ------------------------------------------------------------------------------------------
 
     def _reap(self, child: Child) -> None:
         status = child.reap()
         self._leftovers.add(child.pid)
-        self._forks.send({"forget": child.pid})
+        if self._forks is not None:
+            self._forks.send({"forget": child.pid})
         path = ending_path(self.sockets, child.name, child.incarnation)
         ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else None
         (self.sockets / f"{child.name}.{child.incarnation}.spec").unlink(missing_ok=True)
@@ -336,22 +343,15 @@ class Supervisor:
 
     def _note_death(self, name: str, reason: str) -> float | None:
         """Count a death; the seconds to wait before the restart, or None: too many, the run ends."""
-        now = self.clock()
-        self._deaths.append(now)
-        while self._deaths[0] <= now - self.graph.within_s:
-            self._deaths.popleft()
-        count = len(self._deaths)
-        if count > self.graph.max_restarts:
-            self.observer.on_death(name, reason, None)
+        count, delay_s = self._budget.spend(self.clock())
+        self.observer.on_death(name, reason, delay_s)
+        if delay_s is None:
             story = (
                 f"{name} died: {reason}. That was death {count} within {self.graph.within_s:g} s and "
                 f"{self.graph.max_restarts} restarts are allowed, so the run ends."
             )
             output = tail(self.folder / "logs" / f"{name}.log")
             self._end(Outcome(1, story + output, self.restarts))
-            return None
-        delay_s = 0.0 if count == 1 else self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0**count))
-        self.observer.on_death(name, reason, delay_s)
         return delay_s
 
     def _wait_to_start(self, child: Child, delay_s: float) -> None:

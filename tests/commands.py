@@ -78,3 +78,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def proxy_url(folder: Path) -> str:
+    """Where the proxy of the run in `folder` listens (waits for it)."""
+
+    def reported() -> list[str]:
+        events = lines(folder / "events.jsonl")
+        reports = [event["values"] for event in events if event["event"] == "report"]
+        return [values["url"] for values in reports if "url" in values]
+
+    return until(reported)[0]

@@ -129,7 +129,7 @@ def fake_ring(
                      groups=buffer or rollout, prompts=prompts, weights=weights,
                      checkpoint_every=checkpoint_every)  # fmt: skip
     evaluator = graph.add("evaluator", FakeEvaluator, model="fake", dataset="tiny", problems=8,
-                          sampling=sampling, every=eval_every, seed=0, reward=reward,
+                          sampling=sampling, every=eval_every, seed=0, score="exact_match",
                           weights=weights)  # fmt: skip
     graph.place(rollout, replicas=workers)
     graph.until(last, evaluator)

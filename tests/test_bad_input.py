@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .commands import Command, lines, until
+from .commands import Command, proxy_url
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +161,7 @@ def test_joining_with_a_wrong_token_or_without_a_bucket(tmp_path: Path):
     there.mkdir()
     run = Command(["run", "async_grpo", *SMALL, "--proxy", "127.0.0.1:0", "--set", "rollout_workers=0"], here)
     folder = run.run_folder()
-    url = until(lambda: [event["url"] for event in lines(folder / "events.jsonl") if "url" in event])[0]
+    url = proxy_url(folder)
     (there / "token").write_text("wrong\n")
     assert join(there, url).startswith(f"the run at {url} refused the token: copy its token file again")
     (there / "token").write_text((folder / "token").read_text())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rolecall import NotYet, Unrecoverable
 from rolecall.actors.buffer import Buffer
@@ -124,6 +126,73 @@ def test_what_no_version_sampled_is_refused(buffer: Buffer, peers: Direct):
     assert buffer.record.dropped == {"unknown": 2}
     assert buffer.put(group(0)) == "accepted"
     assert returned(peers) == []  # still on loan: the worker says that they were not delivered
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reward": NAN},  # what it is when the worker leaves it out
+        {"reward": -INFINITY},
+        {"reward": 1e300},
+        {"logprobs": []},
+        {"logprobs": [-1.0, -1.0]},
+        {"logprobs": [NAN]},
+        {"logprobs": [-INFINITY]},
+        {"logprobs": [0.5]},
+        {"ids": [], "logprobs": []},
+        {"ids": [-1]},
+        {"ids": [2**31]},
+        {"ids": [2**70]},
+        {"version": -1},
+        {"version": 2**70},
+        {"finish_reason": "tired"},
+    ],
+)
+def test_a_completion_nobody_could_train_is_refused(buffer: Buffer, wrong: dict[str, Any]):
+    whole = group(0)
+    broken = msgspec.structs.replace(whole.completions[1], **wrong)
+    assert (
+        buffer.put(msgspec.structs.replace(whole, completions=[whole.completions[0], broken])) == "malformed"
+    )
+    assert buffer.record.dropped == {"malformed": 1}
+    assert buffer.put(whole) == "accepted"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"completions": []}, {"prompt_ids": []}, {"prompt_ids": [-1]}, {"prompt_ids": [2**31]}]
+)
+def test_a_group_nobody_could_train_is_refused(buffer: Buffer, wrong: dict[str, Any]):
+    assert buffer.put(msgspec.structs.replace(group(0), **wrong)) == "malformed"
+
+
+@pytest.mark.parametrize("id", [-1, 2**62, 2**70])
+def test_a_prompt_no_run_can_lend_is_refused(buffer: Buffer, id: int):
+    assert buffer.put(group(id)) == "malformed"
+
+
+@pytest.mark.parametrize(("step", "durable"), [(0, 0), (4, 0), (2**40, 0), (1, 1), (3, 3), (3, 2**40)])
+def test_a_made_up_step_is_refused_and_changes_nothing(buffer: Buffer, step: int, durable: int):
+    for id in range(4):
+        buffer.put(group(id))
+    take(buffer, 1)
+    take(buffer, 2, durable=1)
+    with pytest.raises(ValueError, match="the last step that was given groups is 2"):
+        take(buffer, step, durable=durable, version=9)
+    assert buffer.record.version == 0
+    assert take(buffer, 2) == [2, 3]
+
+
+def test_the_next_step_is_known_after_a_restart(tmp_path: Path, buffer: Buffer, published: Published):
+    for id in range(4):
+        buffer.put(group(id))
+    take(buffer, 1)
+    restarted = started(tmp_path, published)
+    with pytest.raises(ValueError, match="ask for step 2"):
+        take(restarted, 3)
+    assert take(restarted, 2, durable=1) == [2, 3]
 
 
 def test_a_version_published_later_is_known_then(buffer: Buffer, published: Published):

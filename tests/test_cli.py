@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -176,10 +178,93 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path: Path):
     assert runs[0].info.config == {"steps": 3}
 
 
-def test_a_line_that_is_being_written_is_no_line_yet(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert RunFolder(tmp_path).lines("metrics.jsonl") == [{"step": 1}, {"step": 2}]
-    assert RunFolder(tmp_path).lines("nothing.jsonl") == []
+NOTED = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from rolecall import Actor, Finished, Graph
+from beside import LAST
+
+class Counter(Actor):
+    def on_start(self):
+        self.count = 0
+
+    def step(self):
+        self.count += 1
+        self.report(count=self.count)
+        if self.count == LAST:
+            raise Finished
+        return 0.0
+
+@dataclass
+class Config:
+    pass
+
+def build(config):
+    graph = Graph("noted")
+    graph.until(graph.add("counter", Counter))
+    return graph
+
+outcome = SimpleNamespace(
+    progress=lambda reports: "".join(f"counted → {r['count']}" for r in reports.values()),
+    report=lambda run: {"counted": LAST},
+    describe=lambda run, result: f"counted → {result['counted']}",
+)
+"""
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> Path:
+    """A folder with a recipe, what it imports, and files named like what it must not import."""
+    (tmp_path / "noted.py").write_text(NOTED)
+    (tmp_path / "beside.py").write_text("LAST = 3\n")
+    for name in ("random.py", "rolecall/__init__.py", "rolecall/runtime/__init__.py", "msgspec.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise AssertionError('shadowed')\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_working_directory_shadows_nothing_and_a_recipe_has_siblings(noted: Path):
+    code, out, err = Command(["run", "noted.py"], noted).finish()
+    assert code == 0, err
+    assert out.endswith("counted → 3\n")
+
+
+@pytest.mark.slow
+def test_an_ascii_terminal_does_not_end_a_run(noted: Path):
+    code, out, err = Command(["run", "noted.py"], noted, {"PYTHONIOENCODING": "ascii"}).finish()
+    assert code == 0, err
+    assert out.endswith("counted ? 3\n")
+
+
+@pytest.mark.slow
+def test_readers_that_go_away_do_not_end_a_run(noted: Path):
+    command = Command(["run", "noted.py", "--json"], noted)
+    assert command.process.stderr is not None and command.process.stdout is not None
+    command.process.stderr.close()
+    assert json.loads(command.process.stdout.read())["counted"] == 3
+    assert command.process.wait() == 0
+    command = Command(["run", "noted.py"], noted)
+    assert command.process.stderr is not None and command.process.stdout is not None
+    command.process.stdout.close()
+    assert command.process.stderr.read() == ""
+    assert command.process.wait() == 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_during_start_up_says_nothing(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "long.py").write_text(
+        f"open({str(pipe)!r}, 'w').write('here')\nimport time\nwhile True:\n    time.sleep(0.01)\n"
+    )
+    command = Command(["run", "long.py"], tmp_path)
+    with pipe.open() as opened:
+        assert opened.read(4) == "here"
+        command.process.send_signal(signal.SIGINT)
+    assert command.finish() == (130, "", "")
 
 
 @pytest.mark.slow

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rolecall import Finished, Unrecoverable
 from rolecall.actors.engines import Request, Sample, Sampling
-from rolecall.actors.evaluator import Evaluator
-from rolecall.actors.reward import Reward
+from rolecall.actors.evaluator import Evaluator, accuracy_function
 from rolecall.actors.tiny import problems
-from rolecall.runtime.ref import bind_transport
+from rolecall.actors.types import Prompt
+from rolecall.recipes import async_grpo, sync_grpo
 from rolecall.runtime.store import PolicyStore, Store
 
-from .fakes import Direct, FakeEngine, FakeEvaluator, begin, ref
+from .fakes import FakeEngine, FakeEvaluator, begin
 
 PROBLEMS = 4
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Iterator[Direct]:
-    direct = Direct()
-    direct.actors["reward"] = Reward(fn="exact_match")
-    begin(direct.actors["reward"], tmp_path, "reward")
-    yield direct
-    bind_transport(None)
 
 
 @pytest.fixture
@@ -45,7 +35,7 @@ def publish(store: PolicyStore, version: int, *, step: int | None = None, final:
 def started(folder: Path, cls: type[Evaluator] = FakeEvaluator, **changes: Any) -> Evaluator:
     arguments: dict[str, Any] = {
         "model": "fake", "dataset": "tiny", "problems": PROBLEMS, "every": 10, "seed": 0,
-        "sampling": Sampling(temperature=0.7, max_tokens=9), "reward": ref("reward"), "weights": Store(),
+        "sampling": Sampling(temperature=0.7, max_tokens=9), "score": "exact_match", "weights": Store(),
         "poll_s": 0.25,
     }  # fmt: skip
     evaluator = cls(**(arguments | changes))
@@ -57,7 +47,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
 
 
-def test_it_waits_for_the_first_version(tmp_path: Path, peers: Direct, store: PolicyStore):
+def test_it_waits_for_the_first_version(tmp_path: Path, store: PolicyStore):
     evaluator = started(tmp_path)
     assert evaluator.step() == 0.25
     publish(store, 0)
@@ -66,7 +56,7 @@ def test_it_waits_for_the_first_version(tmp_path: Path, peers: Direct, store: Po
     assert [line["step"] for line in lines(tmp_path)] == [0]
 
 
-def test_it_measures_now_and_then_and_the_last_one(tmp_path: Path, peers: Direct, store: PolicyStore):
+def test_it_measures_now_and_then_and_the_last_one(tmp_path: Path, store: PolicyStore):
     evaluator = started(tmp_path)
     for version in range(26):
         publish(store, version, final=version == 25)
@@ -77,9 +67,7 @@ def test_it_measures_now_and_then_and_the_last_one(tmp_path: Path, peers: Direct
         evaluator.step()
 
 
-def test_the_first_version_is_measured_however_late_it_looks(
-    tmp_path: Path, peers: Direct, store: PolicyStore
-):
+def test_the_first_version_is_measured_however_late_it_looks(tmp_path: Path, store: PolicyStore):
     for version in range(30):
         publish(store, version, final=version == 29)
     store.collect(keep=2)
@@ -90,7 +78,7 @@ def test_the_first_version_is_measured_however_late_it_looks(
         evaluator.step()
 
 
-def test_after_a_restart_it_goes_on(tmp_path: Path, peers: Direct, store: PolicyStore):
+def test_after_a_restart_it_goes_on(tmp_path: Path, store: PolicyStore):
     publish(store, 0)
     started(tmp_path).step()
     with (tmp_path / "eval.jsonl").open("a") as file:
@@ -132,7 +120,7 @@ class KnowingEvaluator(FakeEvaluator):
         return Engine()
 
 
-def test_accuracy_at_the_runs_temperature_and_greedy(tmp_path: Path, peers: Direct, store: PolicyStore):
+def test_accuracy_at_the_runs_temperature_and_greedy(tmp_path: Path, store: PolicyStore):
     publish(store, 0)
     evaluator = started(tmp_path, KnowingEvaluator)
     evaluator.step()
@@ -146,7 +134,38 @@ def test_accuracy_at_the_runs_temperature_and_greedy(tmp_path: Path, peers: Dire
     assert (engine.version, engine.digest) == (0, store.policy(0).digest)
 
 
-def test_a_file_of_problems(tmp_path: Path, peers: Direct, store: PolicyStore):
+def test_accuracy_counts_what_its_own_function_calls_right(tmp_path: Path, store: PolicyStore):
+    def generous(prompt: Prompt, completion: str) -> float:
+        return 1.0
+
+    publish(store, 0)
+    started(tmp_path, KnowingEvaluator, score=generous).step()
+    assert lines(tmp_path)[0]["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("eval_reward", "reward", "score"),
+    [
+        ("", "exact_match", "exact_match"),
+        ("", "math_verify", "math_verify"),
+        ("", "short.py:short", "exact_match"),
+        ("mine.py:right", "math_verify", "mine.py:right"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [sync_grpo, async_grpo])
+def test_what_a_recipe_counts_as_right(recipe: Any, eval_reward: str, reward: str, score: str):
+    assert accuracy_function(eval_reward, reward) == score
+    graph = recipe.build(recipe.Config(reward=reward, eval_reward=eval_reward))
+    [evaluator] = [role for role in graph if role.name == "evaluator"]
+    assert evaluator.kwargs["score"] == score
+
+
+def test_a_function_that_does_not_exist_is_found_at_the_start(tmp_path: Path):
+    with pytest.raises(Unrecoverable, match="there is no reward 'nothing'"):
+        started(tmp_path, score="nothing")
+
+
+def test_a_file_of_problems(tmp_path: Path, store: PolicyStore):
     path = tmp_path / "test.jsonl"
     path.write_text('{"prompt": "1+1?", "answer": "2"}\n' * 2)
     publish(store, 0)
@@ -154,6 +173,6 @@ def test_a_file_of_problems(tmp_path: Path, peers: Direct, store: PolicyStore):
     assert lines(tmp_path)[0]["accuracy"] in (0.0, 0.5, 1.0)
 
 
-def test_more_problems_than_there_are(tmp_path: Path, peers: Direct):
+def test_more_problems_than_there_are(tmp_path: Path):
     with pytest.raises(Unrecoverable, match="tiny has 1024"):
         started(tmp_path, problems=1025)

@@ -176,6 +176,26 @@ def test_any_packing_and_order_gives_the_same_gradient(row_tokens: int, order: i
     assert float((gradient(policy) - expected).norm() / expected.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("where", ["prompt", "completion"])
+def test_a_group_of_another_vocabulary_is_left_out_and_named(where: str, caplog) -> None:
+    alone, policy = learner(), learner()
+    batch_of = groups(policy, count=2)
+    first = batch_of[1].completions[0]
+    foreign = replace(batch_of[1], worker="elsewhere/rollout-0")
+    if where == "prompt":
+        foreign = replace(foreign, prompt_ids=[*foreign.prompt_ids, 448])
+    else:
+        other = replace(first, ids=[448, *first.ids[1:]])
+        foreign = replace(foreign, completions=[other, *foreign.completions[1:]])
+    expected = alone.step(batch_of[:1], version=3)
+    metrics = policy.step([batch_of[0], foreign], version=3)
+    assert (metrics["foreign_groups"], metrics["loss"]) == (1.0, expected["loss"])
+    assert expected["foreign_groups"] == 0.0
+    assert torch.equal(gradient(policy), gradient(alone))
+    assert f"group {foreign.id} of elsewhere/rollout-0" in caplog.text
+    assert "token id 448" in caplog.text
+
+
 def test_on_policy_metrics() -> None:
     policy = learner()
     stir(policy)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
+from rolecall import Actor, NotYet, idempotent
 from rolecall.runtime.mailbox import Incoming, Mailbox
-from rolecall.runtime.wire import Header, Kind
+from rolecall.runtime.page import ASIDE, Page
+from rolecall.runtime.process import Life, Spec
+from rolecall.runtime.wire import Header, Kind, encode_body
 
 
-def message(seq: int, sender: int = 1) -> Incoming:
-    return Incoming(Header(Kind.TELL, seq, sender, 0.0, (), "note"), b"", [])
+def message(seq: int, sender: int = 1, deadline: float = 0.0) -> Incoming:
+    return Incoming(Header(Kind.TELL, seq, sender, deadline, (), "note"), b"", [])
 
 
 def test_first_come_first_served():
@@ -64,6 +70,66 @@ def test_a_change_in_the_middle_of_the_retries_starts_again_with_the_oldest():
     assert mailbox.next() is messages[1]  # this one is handled, and changes the state
     mailbox.changed()
     assert [mailbox.next(), mailbox.next()] == [messages[0], messages[2]]
+
+
+def test_what_was_set_aside_is_dropped_after_its_deadline():
+    mailbox = Mailbox()
+    first, patient, late, new = message(1, deadline=5.0), message(2), message(3, deadline=4.0), message(4)
+    for one in (first, patient, late):
+        mailbox.put(one)
+        mailbox.next()
+        mailbox.set_aside(one)
+    mailbox.changed()
+    mailbox.put(new)
+    assert mailbox.drop_late(4.0) == []
+    assert mailbox.drop_late(4.5) == [late]
+    assert mailbox.drop_late(9.0) == [first]
+    assert len(mailbox) == 2
+    assert [mailbox.next(), mailbox.next(), mailbox.next()] == [patient, new, None]
+
+
+class Full(Actor):
+    @idempotent
+    def put(self) -> None:
+        raise NotYet
+
+
+class Support:
+    """What a Full lives on: each second brings asks that nobody waits for 5 s later, more in all than a page has
+    room for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mailbox, self.page = Mailbox(), Page(folder / "page")
+        self.chain: tuple[str, ...] = ()
+        self.deadline = float("inf")
+        self.stopping = False
+        self.dead_letters: list[tuple[str, str, str]] = []
+        self.seq, self.time, self.most = 0, 100.0, 0
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, timeout_s: float | None) -> None:
+        self.most = max(self.most, len(self.mailbox))
+        self.time += 1.0
+        body = encode_body(("put", (), {}))
+        for _ in range(100):
+            self.seq += 1
+            self.mailbox.put(Incoming(Header(Kind.ASK, self.seq, 1, self.time + 5.0, (), "put"), *body))
+        self.stopping = self.seq > ASIDE + 500
+
+    def breathe(self) -> None: ...
+
+    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None: ...
+
+    def to_supervisor(self, frame: bytes) -> None: ...
+
+
+def test_asks_that_timed_out_do_not_fill_the_page(tmp_path: Path):
+    support = Support(tmp_path)
+    spec = Spec("full", 2, tmp_path, tmp_path, "", "r", "", {}, Full, (), {})
+    assert Life(spec, support).live().kind == "stopped"
+    assert support.most <= 700
 
 
 def test_drain_takes_everything_once():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rolecall.runtime.runs import RunFolder
 
 from .commands import Command, until
 from .processes import GRAPHS, Run, wait_for_ends
@@ -64,12 +65,46 @@ def leavers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Leavers]
     command.process.communicate()
 
 
+@pytest.fixture
+def leavers_of_nohup(request: pytest.FixtureRequest) -> Iterator[Leavers]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by whoever is started meanwhile
+    try:
+        yield request.getfixturevalue("leavers")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_supervisor_is_killed(leavers: Leavers):
     pids = leavers.wait_until_here()
+    sockets = Path(RunFolder(leavers.run_folder()).info.sockets)
+    assert sockets.is_dir()
     os.kill(leavers.process.pid, signal.SIGKILL)
     assert wait_for_ends(pids, SECONDS) == []
     assert leavers.processes() == []
     assert not leavers.stopped
+    assert not sockets.exists()
+
+
+def test_the_supervisor_is_killed_while_its_fork_server_imports(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "slow_to_import.py").write_text(
+        f"open({str(pipe)!r}, 'w').write('here\\n')\nimport time\nwhile True:\n    time.sleep(0.01)\n"
+    )
+    command = Command(["run", str(GRAPHS / "importer.py")], tmp_path, {"PYTHONPATH": str(tmp_path)})
+    with pipe.open() as opened:
+        assert opened.read(5) == "here\n"
+        pids = command.processes()
+        assert len(pids) == 2
+        sockets = Path(RunFolder(command.run_folder()).info.sockets)
+        assert sockets.is_dir()
+        os.kill(command.process.pid, signal.SIGKILL)
+        left = wait_for_ends(pids, SECONDS)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    command.process.communicate()
+    assert left == []
+    assert not sockets.exists()
 
 
 def test_the_supervisor_is_killed_after_its_fork_server_was(leavers: Leavers):
@@ -82,6 +117,17 @@ def test_the_supervisor_is_killed_after_its_fork_server_was(leavers: Leavers):
     os.kill(leavers.process.pid, signal.SIGKILL)
     assert wait_for_ends(pids, SECONDS) == []
     assert leavers.processes() == []
+
+
+def test_a_signal_that_is_ignored_stays_ignored(leavers_of_nohup: Leavers):
+    leavers_of_nohup.wait_until_here()
+    os.kill(leavers_of_nohup.process.pid, signal.SIGHUP)
+    ps = Command(["ps"], leavers_of_nohup.folder)
+    code, out, err = ps.finish(30.0)
+    assert code == 0, err
+    assert "stopping" not in out and out.count(" up ") == 2
+    os.kill(leavers_of_nohup.process.pid, signal.SIGTERM)
+    assert leavers_of_nohup.finish(30.0)[0] == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -31,11 +31,10 @@ def finished(tmp_path: Path) -> tuple[LocalRun, RunFolder]:
         )
     )
     events = [
-        {"time": step_times[0], "actor": name, "event": "report", **reports[-1]}
+        {"time": step_times[0], "actor": name, "event": "report", "values": reports[-1]}
         for name, reports in local.reports.items()
     ]
     events.append({"time": step_times[-1], "actor": "rollout-0", "event": "death", "reason": "killed"})
-    events.append({"time": step_times[0] + 10.0, "actor": "trainer", "event": "state", "state": "done"})
     (tmp_path / "events.jsonl").write_bytes(b"".join(json.encode(event) + b"\n" for event in events))
     return local, run
 
@@ -46,7 +45,8 @@ def newest(local: LocalRun) -> dict[str, dict[str, Any]]:
 
 def test_the_result(finished: tuple[LocalRun, RunFolder]):
     _, run = finished
-    result = outcome.report(run)
+    started = run.info.started
+    result = outcome.report(run, now=lambda: started + 12.5)
     evaluations = run.lines("eval.jsonl")
     assert result["steps"] == 5
     assert result["accuracy_before"] == evaluations[0]["accuracy"]
@@ -125,3 +125,8 @@ def test_samples_side_by_side(tmp_path: Path):
     assert "Ann has 3 pens" in text and "base" in text and "trained" in text
     assert text.count("####") >= outcome.SAMPLES
     assert text == outcome.sample(run, "Ann has 3 pens, buys 4 and loses 2. How many pens now?\n")
+
+
+def test_samples_are_shown_as_they_are():
+    shown = outcome.side_by_side("[b]Why?", [["[/INST] :smile:"], ["[red]4[/red]"]])
+    assert all(text in shown for text in ("[b]Why?", "[/INST] :smile:", "[red]4[/red]"))

@@ -160,6 +160,14 @@ def test_giving_back_twice_is_giving_back_once(source: PromptSource):
     assert ids_of(ask(source, count=9)) == [0, 2, 3]
 
 
+@pytest.mark.parametrize("count", [-5, -1])
+def test_fewer_than_no_prompts_are_none(source: PromptSource, count: int):
+    first = ask(source)
+    source.give_back(ids_of(first))
+    assert ids_of(ask(source, count=count)) == []
+    assert ids_of(ask(source, count=3)) == [0, 1, 2]
+
+
 def test_what_was_never_lent_cannot_be_given_back(source: PromptSource):
     source.give_back([7])
     assert ids_of(ask(source, count=99)) == [0, 1, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -11,13 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
-from rolecall import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
+import uvicorn
+import uvicorn.server
+from rolecall import Actor, ActorDied, ActorStopped, AskTimeout, Finished, RolecallError, Unrecoverable
+from rolecall.actors.buffer import Buffer
+from rolecall.actors.prompts import PromptSource
 from rolecall.runtime import proxy
 from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Call, bind_transport
-from rolecall.runtime.remote import TOKEN_HEADER, RemoteActor, fetch_about
+from rolecall.runtime.remote import TOKEN_HEADER, RemoteActor, _clients, fetch_about
 
 from .processes import GRAPHS, Run
 
@@ -61,8 +66,9 @@ def actor() -> Iterator[Answering]:
 class Client:
     """Requests to the app in this process, with the run's token."""
 
-    def __init__(self) -> None:
-        self.app = build_app([("desk", Desk)], {"run": "r1"}, TOKEN)
+    def __init__(self, role: tuple[str, type[Actor]] = ("desk", Desk)) -> None:
+        self.ended = threading.Event()
+        self.app = build_app([role], {"run": "r1"}, TOKEN, self.ended)
         self.headers = httpx.Headers({TOKEN_HEADER: TOKEN})
 
     def request(
@@ -179,6 +185,26 @@ def test_a_body_that_is_not_the_handlers_arguments(
     assert actor.asked == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [({"count": -5}, "$.count"), ({"count": 4097}, "$.count"), ({"incarnation": 2**64}, "$.incarnation")],
+)
+def test_numbers_out_of_their_bounds(actor: Answering, changed: dict[str, int], complaint: str):
+    client = Client(("prompts", PromptSource))
+    body = {"worker": "w", "incarnation": 1, "lease": 0, "delivered": [], "count": 2, "wait": False}
+    response = client.post("/v1/prompts", json=body | changed)
+    assert response.status_code == 422
+    assert complaint in response.json()["error"]
+    assert actor.asked == []
+
+
+@pytest.mark.parametrize("query", ["step=-1&durable=0", "step=1&durable=-1"])
+def test_a_step_below_0(actor: Answering, query: str):
+    response = Client(("buffer", Buffer)).get(f"/v1/batch?groups=1&version=0&{query}")
+    assert response.status_code == 422
+    assert actor.asked == []
+
+
 @pytest.mark.parametrize(("query", "complaint"), [("", "id"), ("id=x", "id"), ("id=1&after=2", "after")])
 def test_a_query_that_is_not_the_handlers_arguments(
     actor: Answering, client: Client, query: str, complaint: str
@@ -187,6 +213,76 @@ def test_a_query_that_is_not_the_handlers_arguments(
     assert response.status_code == 422
     assert complaint in response.json()["error"]
     assert actor.asked == []
+
+
+def test_a_body_that_never_ends(actor: Answering, client: Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "BODY_S", 0.02)
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    response = client.post("/v1/items", content=endless())
+    assert (response.status_code, actor.asked) == (408, [])
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(actor: Answering, client: Client):
+    """It is no error of the run's: nothing is raised, which the server would write into the log."""
+    received = [
+        {"type": "http.request", "body": b'{"item": ', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/items", "raw_path": b"/v1/items", "query_string": b"",
+        "headers": [(TOKEN_HEADER.lower().encode(), TOKEN.encode())], "http_version": "1.1",
+    }  # fmt: skip
+
+    async def receive() -> Any:
+        return received.pop(0)
+
+    async def send(message: Any) -> None: ...
+
+    asyncio.run(client.app(scope, receive, send))
+    assert (received, actor.asked) == ([], [])
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "HEADERS_S", 0.02)
+
+    async def visit() -> tuple[bytes, bytes]:
+        config = uvicorn.Config(Client().app, http=proxy._impatient_protocol(), log_level="warning")
+        config.load()
+        state = uvicorn.server.ServerState()
+        loop = asyncio.get_running_loop()
+        protocol: Any = config.http_protocol_class
+        server = await loop.create_server(
+            lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1"
+        )
+        host, port = server.sockets[0].getsockname()
+        async with server:
+            reader, silent = await asyncio.open_connection(host, port)
+            silent.write(b"GET /healthz HT")
+            cut_off = await reader.read()
+            reader, quick = await asyncio.open_connection(host, port)
+            quick.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            silent.close()
+            quick.close()
+        return cut_off, answer
+
+    cut_off, answer = asyncio.run(visit())
+    assert cut_off == b""
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_proxy_may_open_as_many_files_as_the_system_lets_it():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        proxy._raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_only_what_a_role_lists_is_there(client: Client):
@@ -200,7 +296,6 @@ def test_only_what_a_role_lists_is_there(client: Client):
     [
         (AskTimeout("not yet"), 429),
         (ActorDied("desk", "killed by SIGKILL", maybe_executed=True), 503),
-        (ActorStopped("desk has stopped"), 503),
     ],
 )
 def test_what_the_client_should_try_again(actor: Answering, client: Client, error: Exception, status: int):
@@ -210,13 +305,89 @@ def test_what_the_client_should_try_again(actor: Answering, client: Client, erro
     assert float(response.headers["Retry-After"]) >= 0.0
 
 
+def test_a_run_that_has_ended_says_so(actor: Answering, client: Client):
+    actor.answer = ActorStopped("desk has stopped")
+    response = client.get("/v1/items?id=1")
+    assert (response.status_code, response.json()) == (410, {"error": "the run has ended"})
+    asked = len(actor.asked)
+    client.ended.set()
+    assert [client.get(path).status_code for path in ("/v1/items?id=1", "/v1/run")] == [410, 410]
+    assert len(actor.asked) == asked
+    assert client.request("GET", "/v1/run", headers={TOKEN_HEADER: "another"}).status_code == 401
+
+
+class Line:
+    """A RemoteActor whose requests get these responses, the last one for ever, on a clock of its own."""
+
+    def __init__(self, folder: Path, *responses: httpx.Response | Exception) -> None:
+        self.time, self.requests, self.responses = 0.0, 0, list(responses)
+        self.url = f"http://line-{folder.name}"
+        _clients[self.url] = httpx.Client(transport=httpx.MockTransport(self.respond))
+        self.desk = RemoteActor("desk", self.url, folder, Desk, clock=lambda: self.time, sleep=self.sleep)
+
+    def respond(self, request: httpx.Request) -> httpx.Response:
+        self.requests += 1
+        response = self.responses.pop(0) if len(self.responses) > 1 else self.responses[0]
+        if isinstance(response, Exception):
+            raise response
+        return response
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+    def ask(self, deadline: float = 1e9) -> Any:
+        def between() -> None:
+            self.time += 0.001
+
+        return self.desk.ask(Call.of(Desk.put, (Item(id=1, scores=[]),), {}), deadline, between)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        httpx.Response(502),
+        httpx.Response(503, headers={"Retry-After": "0"}),
+        httpx.Response(504, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
+        httpx.Response(429),  # not the proxy's own
+        httpx.Response(429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
+        httpx.ConnectError("refused"),
+    ],
+)
+def test_a_gateway_without_its_run_is_asked_ever_less_and_given_up(tmp_path: Path, failure: Any):
+    line = Line(tmp_path, failure)
+    with pytest.raises(Unrecoverable, match="was there and has not been for 120 s"):
+        line.ask()
+    assert 120.0 < line.time < 130.0
+    assert line.requests < 40
+
+
+def test_a_gateway_without_its_run_for_a_while(tmp_path: Path):
+    away = [httpx.Response(502), httpx.ConnectError("refused"), httpx.Response(503, text="desk died")]
+    line = Line(tmp_path, *away, httpx.Response(200, json=3))
+    assert line.ask() == 3
+    assert 0.7 < line.time < 0.8
+
+
+def test_what_waits_asks_again_until_its_deadline(tmp_path: Path):
+    line = Line(tmp_path, httpx.Response(429, headers={"Retry-After": "2"}))
+    with pytest.raises(AskTimeout):
+        line.ask(deadline=600.0)
+    assert 299 <= line.requests <= 301
+
+
+def test_whoever_asks_a_run_that_has_ended_has_finished(tmp_path: Path):
+    with pytest.raises(Finished):
+        Line(tmp_path, httpx.Response(410)).ask()
+
+
 # --- over real processes -------------------------------------------------------------------------------------
 
 
 class Visit:
     """A run of graphs/door.py and a client in a thread of its own, which ends the run when it is done."""
 
-    def __init__(self, folder: Path, visit: Callable[[Visit], Any]) -> None:
+    def __init__(self, folder: Path, visit: Callable[[Visit], Any], *, hangs_up: bool = True) -> None:
+        self.hangs_up = hangs_up
         self.token_file = folder / "token"
         self.token_file.touch(mode=0o600)
         self.token_file.write_text(TOKEN + "\n")
@@ -253,6 +424,8 @@ class Visit:
             self.result = error
         finally:
             self.run.supervisor.stop()
+            if self.hangs_up and self.url in _clients:
+                _clients.pop(self.url).close()  # or the run waits for it, to tell it of its end
 
     def desk(self) -> RemoteActor:
         return RemoteActor("desk", self.url, self.token_file, Desk)
@@ -351,3 +524,18 @@ def test_a_large_body_is_refused_over_a_real_connection(tmp_path: Path):
         ).status_code
 
     assert Visit(tmp_path, visit).go() == 413
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_client_still_at_work_hears_that_the_run_has_ended(tmp_path: Path):
+    def visit(here: Visit) -> str:
+        here.ask(Desk.put, Item(id=1, scores=[]))
+        here.run.supervisor.stop()
+        try:
+            while True:
+                here.ask(Desk.put, Item(id=2, scores=[]))
+        except Finished:
+            return "finished"
+
+    assert Visit(tmp_path, visit, hangs_up=False).go() == "finished"

@@ -12,7 +12,7 @@ import pytest
 from rolecall.actors.tiny import BASE
 from rolecall.actors.tiny.problems import held_out, training
 
-from .commands import Command, lines, until
+from .commands import Command, lines, proxy_url, until
 from .s3 import S3Server
 
 pytestmark = pytest.mark.slow
@@ -119,8 +119,7 @@ def test_another_machine_joins(tmp_path: Path, s3_server: S3Server):
     run = Command(
         [*started, "--set", "steps=12", "--set", "rollout_workers=0"], here, s3_server.environment()
     )
-    events = run.run_folder() / "events.jsonl"
-    url = until(lambda: [event["url"] for event in lines(events) if "url" in event])[0]
+    url = proxy_url(run.run_folder())
     shutil.copy(run.run_folder() / "token", there / "token")
     joined = [
         argument.replace("http://trainer.example:8700", url) for argument in _arguments("rolecall join")

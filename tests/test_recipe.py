@@ -92,6 +92,52 @@ def test_a_name_that_is_almost_right_is_suggested():
     assert caught.value.exit_code == 2
 
 
+def not_loaded(path: Path) -> str:
+    with pytest.raises(Unrecoverable) as caught:
+        load_recipe(str(path))
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("x = 1\ndef build(:\n", ", line 2 can't be loaded: SyntaxError: invalid syntax"),
+        ("import json\n\njson.loads('{')\n", ", line 3 can't be loaded: JSONDecodeError: "),
+        ("x = 1\nraise KeyError('steps')", ", line 2 can't be loaded: KeyError: 'steps'"),
+        ("x = '\0'", " can't be loaded: SyntaxError: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(tmp_path: Path, source: str, text: str):
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    assert not_loaded(path).startswith(f"recipe file {path}{text}")
+
+
+def test_a_config_that_is_no_dataclass(tmp_path: Path):
+    path = tmp_path / "plain.py"
+    path.write_text("class Config: ...\ndef build(config): ...\n")
+    assert not_loaded(path) == f"recipe {path}: its Config is no dataclass: put @dataclass above it"
+    path.write_text("def Config(): ...\ndef build(config): ...\n")
+    assert "its Config is no dataclass" in not_loaded(path.rename(tmp_path / "function.py"))
+
+
+def test_a_config_with_a_field_that_has_no_default(tmp_path: Path):
+    path = tmp_path / "needy.py"
+    path.write_text(RECIPE.replace("lr: float = 1e-3", "lr: float"))
+    assert "missing 1 required keyword-only argument: 'lr'" in refused(load_recipe(str(path)), "steps=2")
+
+
+def test_a_file_may_import_its_siblings_and_shadows_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_sibling.py").write_text("STEPS = 5\n")
+    (tmp_path / "colorsys.py").write_text("raise AssertionError('the standard library comes first')\n")
+    path = tmp_path / "example.py"
+    path.write_text("import colorsys\nfrom my_sibling import STEPS\n" + RECIPE.replace("= 3", "= STEPS"))
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert load_recipe(str(path)).Config().steps == 5
+
+
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(Unrecoverable, match=r"there is no recipe file .*missing.py: check the path"):
         load_recipe(str(tmp_path / "missing.py"))
@@ -106,9 +152,11 @@ def test_a_file_without_build(tmp_path: Path):
 def test_a_file_that_raises_is_not_half_loaded(tmp_path: Path):
     path = tmp_path / "raises.py"
     path.write_text("import no_such_module\n" + RECIPE)
+    text = (
+        f"recipe file {path}, line 1 can't be loaded: ModuleNotFoundError: No module named 'no_such_module'"
+    )
     for _ in range(2):
-        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-            load_recipe(str(path))
+        assert not_loaded(path) == text
     path.write_text(RECIPE)
     assert load_recipe(str(path)).Config().steps == 3
 

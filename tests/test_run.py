@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from rolecall.runtime.runs import RunFolder
 
-from .commands import Command, lines, until
+from .commands import Command, lines, proxy_url, until
 from .s3 import S3Server
 
 pytestmark = pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_machine_that_only_dials_out_joins_and_its_groups_are_trained(tmp_path
                  "--set", "rollout_workers=0", "--set", store]  # fmt: skip
     run = Command(arguments, here, s3_server.environment())
     folder = run.run_folder()
-    url = until(lambda: [event["url"] for event in lines(folder / "events.jsonl") if "url" in event])[0]
+    url = proxy_url(folder)
     (there / "token").write_text((folder / "token").read_text())
     assert (folder / "token").stat().st_mode & 0o077 == 0
     join = Command(["join", url, "--token-file", "token", "--workers", "2"], there, s3_server.environment())

@@ -11,7 +11,7 @@ sync_grpo: restarts only it
   reward      Reward
   rollout ×2  RolloutWorker   prompts ─▶ prompts, reward ─▶ reward
   trainer     Trainer         groups ─▶ rollout, prompts ─▶ prompts
-  evaluator   Evaluator       reward ─▶ reward
+  evaluator   Evaluator
   until trainer and evaluator have finished"""
 
 DIFFERENCE = """\

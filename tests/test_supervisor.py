@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,11 +237,16 @@ def test_asked_twice_to_stop_it_kills_everybody(tmp_path: Path):
     assert "b" not in events(run, "stop")
 
 
+def kill_forkserver(run: Run) -> None:
+    assert run.supervisor._forks is not None
+    os.kill(run.supervisor._forks.pid, signal.SIGKILL)
+
+
 def test_a_fork_server_that_dies_is_replaced(tmp_path: Path):
     def act(run: Run, kind: str, name: str, value: Any) -> None:
         if kind == "state" and value == "up" and run.ups() in (["a"], ["a", "b", "c"]):
             # Once while it is asked for b, and once between two forks.
-            os.kill(run.supervisor._forks.pid, signal.SIGKILL)
+            kill_forkserver(run)
         if (kind, name) == ("death", "forkserver") and len(run.ups()) == 3:
             run.kill("b")
         if kind == "state" and value == "up" and len(run.ups()) == 4:
@@ -250,6 +256,42 @@ def test_a_fork_server_that_dies_is_replaced(tmp_path: Path):
     assert run.go().exit_code == 130
     assert run.ups() == ["a", "b", "c", "b"]
     assert [name for name, _ in run.deaths] == ["forkserver", "forkserver", "b"]
+
+
+def test_a_fork_server_that_dies_again_is_replaced_after_a_wait(tmp_path: Path):
+    class Longest(random.Random):
+        def uniform(self, a: float, b: float) -> float:
+            return b
+
+    def act(run: Run, kind: str, name: str, value: Any) -> None:
+        nonlocal waited
+        if kind == "state" and value == "up" and run.ups() in (["a"], ["a", "b", "c"]):
+            kill_forkserver(run)
+        if (kind, name) == ("death", "forkserver") and len(run.deaths) == 2:
+            now[0] = 100.0
+            run.kill("b")
+        if (kind, name) == ("death", "b"):
+            assert run.supervisor._forks is None
+            waited = True
+            now[0] = 101.0
+        if kind == "state" and value == "up" and len(run.ups()) == 4:
+            run.supervisor.stop()
+
+    now, waited = [0.0], False
+    run = Run("tree", tmp_path, act=act, rng=Longest())
+    run.supervisor.clock = lambda: now[0]
+    assert run.go().exit_code == 130
+    assert waited
+    assert run.delays == [0.0, pytest.approx(0.4), pytest.approx(0.0)]
+
+
+def test_the_sockets_are_in_a_short_folder_whatever_tmpdir_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    run = tree(tmp_path, after_ups(3, stop))
+    assert run.go().exit_code == 130
+    assert run.supervisor.sockets.parent == Path("/tmp")
 
 
 def test_a_module_that_cannot_be_preloaded_ends_the_run_with_the_reason(tmp_path: Path):

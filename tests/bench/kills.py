@@ -26,6 +26,7 @@ from rolecall.runtime.runs import RunFolder
 from ..commands import Command, lines
 
 GROUPS = 640
+LATEST_KILL_S = 14.0
 
 
 def main() -> None:
@@ -77,7 +78,7 @@ def _run(seed: int, rng: random.Random | None) -> dict[str, Any]:
 
 def _kill_one(run: Path, rng: random.Random) -> str:
     """Wait a random while, then kill a random live role; names it and when."""
-    after_s = rng.uniform(0.5, 25.0)
+    after_s = rng.uniform(0.5, LATEST_KILL_S)
     time.sleep(after_s)
     while True:
         try:

@@ -1,0 +1,25 @@
+"""Files that are whole or not there, whenever a kill comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import json
+
+__all__ = ["read_lines", "write_whole"]
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` aside, then move it into place: a reader sees the old file or the new one."""
+    aside = path.with_name(f"{path.name}.new")
+    aside.write_bytes(data)
+    aside.replace(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, without a last line that is not whole yet; none if there is no file."""
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [json.decode(line) for line in whole]

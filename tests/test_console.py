@@ -1,0 +1,139 @@
+"""What a run shows, and that nothing it shows can end it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rolecall.runtime.console import Console, say
+from rolecall.runtime.runs import RunFolder
+
+from .commands import lines
+
+
+class Outcome(ModuleType):
+    """A recipe's `outcome` that knows only one kind of report."""
+
+    def progress(self, reports: Mapping[str, Mapping[str, Any]]) -> str:
+        return f"step {reports['trainer']['step']}" if reports else ""
+
+    def describe(self, run: RunFolder, result: Mapping[str, Any]) -> str:
+        return f"done: {result}"
+
+
+def console(folder: Path, *, to_stderr: bool = False) -> Console:
+    recipe = ModuleType("recipe")
+    recipe.__dict__["outcome"] = Outcome("outcome")
+    folder.mkdir(exist_ok=True)
+    return Console(RunFolder(folder), recipe, to_stderr=to_stderr)
+
+
+def test_brackets_and_colons_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "[bold]runs :smile:"
+    with console(folder) as shown:
+        shown.on_death("b", "ValueError: no end in [/INST]", 0.5)
+        shown.on_death("b", "[red]ValueError[/red]: :warning:", None)
+        shown.show_result({"steps": "[/INST]"})
+    out = capsys.readouterr().out
+    assert f"in {folder}\n" in out
+    assert "b died: ValueError: no end in [/INST]; restarting it in 0.5 s\n" in out
+    assert "b died: [red]ValueError[/red]: :warning:\n" in out
+    assert "done: {'steps': '[/INST]'}\n" in out
+
+
+def test_events_nest_what_was_reported(tmp_path: Path):
+    values = {"time": 1, "actor": 2, "event": 3, "self": 4, "step": 5}
+    with console(tmp_path) as shown:
+        shown.on_report("trainer", values)
+        shown.on_state("trainer", "up")
+        shown.on_death("trainer", "killed", 0.5)
+        shown.on_dead_letter("buffer", "put", "stopped")
+    events = lines(tmp_path / "events.jsonl")
+    assert all(event.pop("time") > 1e9 for event in events)
+    assert events == [
+        {"actor": "trainer", "event": "report", "values": values},
+        {"actor": "trainer", "event": "state", "state": "up"},
+        {"actor": "trainer", "event": "death", "reason": "killed", "restart_in_s": 0.5},
+        {"actor": "buffer", "event": "dead_letter", "method": "put", "reason": "stopped"},
+    ]
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, {None: 1}, "\ud800"])
+def test_a_report_that_json_cannot_hold_is_kept_as_text(tmp_path: Path, value: object):
+    with console(tmp_path) as shown:
+        shown.on_report("trainer", {"step": 1, "value": value})
+    (event,) = lines(tmp_path / "events.jsonl")
+    assert (event["actor"], event["event"]) == ("trainer", "report")
+    assert ascii(value) in event["as_text"]
+
+
+def test_a_progress_line_that_fails_is_shown_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with console(tmp_path) as shown:
+        shown.on_report("trainer", {"pace": 1})
+    assert "the recipe's outcome.progress raised KeyError: 'step'" in capsys.readouterr().out
+
+
+def test_only_the_proxy_says_where_to_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with console(tmp_path) as shown:
+        shown.on_report("trainer", {"step": 1, "url": "http://wandb.example/1"})
+        assert "join" not in capsys.readouterr().out
+        shown.on_report("proxy", {"url": "http://here:8700"})
+        assert "rolecall join http://here:8700 --token-file" in capsys.readouterr().out
+
+
+def broken_pipe() -> io.TextIOWrapper:
+    """A text stream whose reader has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w", encoding="utf-8")
+
+
+@pytest.mark.parametrize("to_stderr", [False, True])
+def test_a_reader_that_has_gone_costs_only_what_it_would_have_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_stderr: bool
+):
+    with broken_pipe() as stream:
+        monkeypatch.setattr(sys, "stderr" if to_stderr else "stdout", stream)
+        with console(tmp_path, to_stderr=to_stderr) as shown:
+            shown.on_report("trainer", {"step": 1})
+            shown.on_death("trainer", "killed", 0.5)
+            shown.show_result({})
+    assert [event["event"] for event in lines(tmp_path / "events.jsonl")] == ["report", "death"]
+
+
+def test_a_terminal_that_has_gone_costs_only_the_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        with console(tmp_path) as shown:
+            assert shown._live.is_started
+            shown.on_report("trainer", {"step": 1})
+            os.close(ours)
+            shown.on_report("trainer", {"step": 2})
+            shown.on_death("trainer", "killed", 0.5)
+        assert sys.stdout is stream
+    assert len(lines(tmp_path / "events.jsonl")) == 3
+
+
+def test_say_to_nobody(capsys: pytest.CaptureFixture[str]):
+    say("lost", None)
+    with broken_pipe() as stream:
+        say("lost", stream)
+        say("lost", stream)
+    say("heard", sys.stdout)
+    assert capsys.readouterr().out == "heard\n"
+
+
+def test_say_to_a_full_disk_is_an_error():
+    stream = Path("/dev/full").open("w")  # noqa: SIM115  closing it fails as well
+    with pytest.raises(OSError, match="No space left"):
+        say("lost", stream)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    stream.close()
