@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from ..runtime import Actor, NotYet, Ref, Unrecoverable, idempotent
+from ..runtime.files import write_whole
 from ..runtime.store import Store, StoreError
 from .prompts import PromptSource
 from .types import Batch, Completion, Count, Group
@@ -93,7 +94,7 @@ class Buffer(Actor):
             return "accepted"  # sent again because the answer was lost
         if len(self._waiting) >= self.capacity:
             raise NotYet
-        _write(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
+        write_whole(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
         self._waiting[group.id] = group
         return "accepted"
 
@@ -203,7 +204,7 @@ class Buffer(Actor):
 
     def _save(self) -> None:
         self.record.handed = {step: [group.id for group in groups] for step, groups in self._handed.items()}
-        _write(self._folder / "record.json", msgspec.json.encode(self.record))
+        write_whole(self._folder / "record.json", msgspec.json.encode(self.record))
 
 
 def _is_well_formed(group: Group) -> bool:
@@ -229,9 +230,3 @@ def _is_well_formed_completion(completion: Completion) -> bool:
 
 def _are_token_ids(ids: list[int]) -> bool:
     return len(ids) > 0 and min(ids) >= 0 and max(ids) < 2**31
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(data)
-    temporary.replace(path)

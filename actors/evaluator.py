@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ..runtime import Actor, Finished
+from ..runtime.files import read_lines, write_whole
 from ..runtime.store import PolicyVersion, Store
 from .data import load_rows
 from .engines import Engine, Request, Sampling
@@ -71,11 +72,9 @@ class Evaluator(Actor):
         self.engine = self._load_engine()
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.file: Path = self.context.folder / "eval.jsonl"
-        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.exists() else []
-        whole = [line for line in lines if line.endswith(b"\n")]  # a kill may have cut the last one short
-        if whole != lines:
-            self.file.write_bytes(b"".join(whole))
-        done = [msgspec.json.decode(line, type=Evaluation) for line in whole]
+        done = msgspec.convert(read_lines(self.file), list[Evaluation])
+        # A kill may have cut the last line short, and the next must not be joined to it.
+        write_whole(self.file, b"".join(msgspec.json.encode(evaluation) + b"\n" for evaluation in done))
         self.next_step = done[-1].step + self.every if done else 0
         self.finished = any(evaluation.final for evaluation in done)
 

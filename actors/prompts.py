@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from ..runtime import Actor, NotYet, idempotent
+from ..runtime.files import write_whole
 from .data import load_dataset
 from .types import Count, Lease, Prompt
 
@@ -187,7 +188,4 @@ class PromptSource(Actor):
 
     def _save(self) -> None:
         """Before the answer leaves: a restarted prompt source must know what it has lent."""
-        data = msgspec.json.encode(self.ledger)
-        temporary = self._file.with_suffix(".new")
-        temporary.write_bytes(data)
-        temporary.replace(self._file)
+        write_whole(self._file, msgspec.json.encode(self.ledger))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..runtime import Actor, Finished, Ref
+from ..runtime.files import read_lines, write_whole
 from ..runtime.store import Store
 from .buffer import GroupSource
 from .losses import GRPOLoss
@@ -181,9 +182,5 @@ def _count_by_worker(groups: list[Group]) -> dict[str, int]:
 def _keep_lines(path: Path, steps: int) -> None:
     """Forget the lines of steps that are about to be made again, and a line cut short by a kill."""
     if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
-        kept = [line for line in whole if msgspec.json.decode(line)["step"] <= steps]
-        temporary = path.with_suffix(".new")
-        temporary.write_bytes(b"".join(kept))
-        temporary.replace(path)
+        kept = [line for line in read_lines(path) if line["step"] <= steps]
+        write_whole(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))

@@ -19,6 +19,7 @@ from .actor import Actor, Context, is_idempotent
 from .control import DeadLetter, Ending, FromActor, Hello, Ready, Report, ending_path
 from .endpoint import Endpoint
 from .errors import ActorDied, ActorStopped, Finished, NotYet, RolecallError, Unrecoverable
+from .files import write_whole
 from .mailbox import Incoming, Mailbox
 from .page import Fate, Page
 from .recipe import load_recipe
@@ -86,9 +87,7 @@ def run_actor(spec_path: Path) -> None:
         raise
     finally:
         endpoint.close()
-        path = ending_path(spec.sockets, spec.name, spec.incarnation)
-        path.with_suffix(".new").write_bytes(json.encode(ending))
-        path.with_suffix(".new").rename(path)  # whole or not there: a kill may come at any time
+        write_whole(ending_path(spec.sockets, spec.name, spec.incarnation), json.encode(ending))
 
 
 class LifeSupport(Protocol):

@@ -48,7 +48,11 @@ CONFIGS = {
 }
 
 # Importing a family of models takes seconds: the fast tests have two.
-MODELS = ["tiny", "qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "qwen2")]
+MODELS = [
+    "tiny",
+    "qwen2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "qwen2"),
+]
 
 
 def fresh(name: str) -> PreTrainedModel:
