@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -169,8 +170,9 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, seed: int) -> Pef
 
 def wrap_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> PeftModel:
     """PEFT's layers put into `model`, in evaluation mode; only `seed` decides the first weights."""
-    # PEFT draws on the CPU, whatever the model's device.
-    with torch.random.fork_rng(devices=[]):
+    # PEFT draws on the CPU, whatever the model's device, and reads an attribute that transformers has renamed.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         torch.default_generator.manual_seed(seed)
         network = get_peft_model(model, config)
     assert isinstance(network, PeftModel)

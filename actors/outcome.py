@@ -125,18 +125,18 @@ def sample(run: RunFolder, prompt: str) -> str:
 
 
 def side_by_side(title: str, columns: Sequence[Sequence[str]]) -> str:
-    """A table of the base model's and the trained one's completions."""
+    """A table of the base model's and the trained one's completions, below its title."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     # As Text: to rich, a "[/INST]" in a plain string would be markup.
-    table = Table("base", "trained", show_lines=True, title=Text(title))
+    table = Table("base", "trained", show_lines=True)
     for row in zip(*columns, strict=True):
         table.add_row(*map(Text, row))
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(table)
+        console.print(Text(title), table, sep="\n")
     return capture.get()
 
 

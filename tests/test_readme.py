@@ -52,6 +52,10 @@ def test_every_command_is_run_by_a_test_below():
     ]
 
 
+def test_no_placeholder_is_left():
+    assert re.findall(r"@[A-Z]+@|TODO|FIXME", README) == []
+
+
 def test_the_test_line_is_what_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text()
     assert 'pip install --quiet -e ".[test]" && tests/check && pytest' in ci
