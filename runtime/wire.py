@@ -13,6 +13,7 @@ comes this way.
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import struct
 import sys
@@ -164,8 +165,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _rebuild_tensor(memory: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    import torch
-
+    torch = importlib.import_module("torch")  # here only if the sender had one to send
     return torch.frombuffer(memory, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
 
 
