@@ -46,7 +46,7 @@ class Config:
     lora_alpha: AtLeastOne = 16
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
-    max_staleness: NotNegative = 4
+    max_staleness: NotNegative = 2
     eval_problems: AtLeastOne = 256
     eval_every: AtLeastOne = 10
 

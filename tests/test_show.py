@@ -18,14 +18,14 @@ DIFFERENCE = """\
 --- sync_grpo
 +++ async_grpo
 - prompts.max_staleness: 0
-+ prompts.max_staleness: 4
++ prompts.max_staleness: 2
 - trainer.max_staleness: 0
-+ trainer.max_staleness: 4
++ trainer.max_staleness: 2
 - trainer.groups: ─▶ rollout
 + trainer.groups: ─▶ buffer
 + buffer: Buffer
-+ buffer.capacity: 80
-+ buffer.max_staleness: 4
++ buffer.capacity: 48
++ buffer.max_staleness: 2
 + buffer.prompts: ─▶ prompts
 + buffer.weights: Store(url='file://')
 + rollout elastic: yes
