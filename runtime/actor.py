@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-__all__ = ["Actor", "Context", "idempotent", "is_idempotent"]
+__all__ = ["Actor", "Context", "Down", "idempotent", "is_idempotent", "max_run_s"]
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -49,15 +49,30 @@ class Context:
     report: Callable[[dict[str, Any]], None]
 
 
+@dataclass(frozen=True)
+class Down:
+    """The end of one incarnation of an actor that is watched: exactly one for each.
+
+    reason: why it died; empty if it finished or was stopped. final: it will not be started again.
+    """
+
+    name: str
+    incarnation: int
+    reason: str
+    final: bool
+
+
 class Actor:
     """Base of every role. Public methods are its messages; they run one at a time, never at once.
 
     preloads:       modules its process should have imported before it is forked.
+    fork_safe:      False: its process is a fresh interpreter, for libraries that don't survive a fork.
     http:           messages other machines may send, as {"POST /v1/groups": "put"}; they must be idempotent.
     stop_timeout_s: how long it may take to stop before it is killed.
     """
 
     preloads: ClassVar[tuple[str, ...]] = ()
+    fork_safe: ClassVar[bool] = True
     http: ClassVar[dict[str, str]] = {}
     stop_timeout_s: ClassVar[float] = 5.0
     context: Context
@@ -88,6 +103,9 @@ class Actor:
         """
         return None
 
+    def on_down(self, down: Down) -> None:
+        """An actor this one watches (`Ref.watch`) has died. Called between two messages."""
+
     def on_stop(self) -> None:
         """Give back what others need. Called on an orderly stop, never after a kill."""
 
@@ -96,6 +114,19 @@ def idempotent(handler: Handler) -> Handler:
     """Mark a message as harmless when it runs twice: if it was running when its actor died, it runs again."""
     handler.__dict__["idempotent"] = True
     return handler
+
+
+def max_run_s(seconds: float) -> Callable[[Handler], Handler]:
+    """Mark a handler, `step` or `on_start`: one that runs for longer hangs, and its actor is killed and restarted.
+
+    Without the mark it may compute for as long as it likes.
+    """
+
+    def mark(handler: Handler) -> Handler:
+        handler.__dict__["max_run_s"] = seconds
+        return handler
+
+    return mark
 
 
 def is_idempotent(actor: type[Actor], message: str) -> bool:

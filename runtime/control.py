@@ -22,6 +22,9 @@ __all__ = [
     "Membership",
     "Ready",
     "Report",
+    "RestartRole",
+    "Restarting",
+    "RunStatus",
     "Stop",
     "StopRun",
     "ToActor",
@@ -34,7 +37,12 @@ __all__ = [
 
 
 class Member(Struct, frozen=True):
-    """One actor as the supervisor sees it. state: up (send), down (keep the mail), gone (fail the mail)."""
+    """One actor as the supervisor sees it.
+
+    state: up (send), starting (this incarnation is not ready: keep the mail), down (this incarnation is dead, or
+    none was ever started: keep the mail), gone (dead for good: fail the mail).
+    reason: why the last incarnation died; empty if it finished or was stopped.
+    """
 
     name: str
     role: str
@@ -61,7 +69,9 @@ def by_role(members: list[Member]) -> dict[str, list[str]]:
 
 
 class Stop(Struct, frozen=True, tag="stop"):
-    """Finish the current message, run on_stop, exit."""
+    """Finish the current message, run on_stop, exit. again: it will be started again, so its mail waits."""
+
+    again: bool = False
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -94,14 +104,43 @@ class StopRun(Struct, frozen=True, tag="stop_run"):
     """`rolecall stop` asks for an orderly end."""
 
 
+class RestartRole(Struct, frozen=True, tag="restart"):
+    """`rolecall restart` asks for an orderly stop and a new start of a role or of one of its replicas."""
+
+    name: str
+
+
 class ActorStatus(Struct, frozen=True):
-    """A line of `rolecall ps`. handling_s: how long its current message has been running."""
+    """A line of `rolecall ps`.
+
+    waiting:    messages other actors have sent it that it has not handled.
+    oldest_s:   how long the first of them has been waiting.
+    handling_s: how long its current message has been running.
+    rss:        bytes of memory its process holds.
+    """
 
     name: str
     pid: int
     state: str
+    incarnation: int
     restarts: int
+    waiting: int
+    oldest_s: float | None
     handling_s: float | None
+    rss: int
+
+
+class RunStatus(Struct, frozen=True):
+    """What `rolecall ps` shows."""
+
+    actors: list[ActorStatus]
+    dead_letters: int
+
+
+class Restarting(Struct, frozen=True):
+    """The answer to RestartRole: who is restarted. None: there is no such role, or the run is ending."""
+
+    names: list[str]
 
 
 class Ending(Struct, frozen=True):

@@ -4,9 +4,12 @@ Each note is one 8-byte store (under a microsecond) and survives SIGKILL, so the
 knows for every message that is sent again whether it was done, was running, or never began.
 
     word 0-3   the message that is running: sender, seq, when it began (CLOCK_MONOTONIC, ns), which try it is
+    word 4     until when what runs now may run (CLOCK_MONOTONIC, ns); 0: as long as it takes
     then       INTERRUPTED triples (sender, seq, tries) of messages that were running at a death
     then       SENDERS pairs (sender, highest seq done or set aside)
     then       ASIDE pairs (sender, seq) of messages set aside by NotYet: not done although below the highest
+    then       RECEIVERS pairs (messages, when the oldest was sent) that this actor has sent to each actor, in the
+               order of the membership, and that wait there
 
 An entry counts once its seq is not 0, and that is stored last: a kill between any two stores leaves a page
 that tells the truth. A sender's messages are begun in the order of their seq.
@@ -21,12 +24,14 @@ from pathlib import Path
 
 __all__ = ["Fate", "Page"]
 
-INTERRUPTED, SENDERS, ASIDE = 64, 512, 4096
+INTERRUPTED, SENDERS, ASIDE, RECEIVERS = 64, 512, 4096, 512
 _SENDER, _SEQ, _SINCE, _TRY = range(4)
-_INTERRUPTED = 4
+_UNTIL = 4
+_INTERRUPTED = 5
 _SENDERS = _INTERRUPTED + 3 * INTERRUPTED
 _ASIDE = _SENDERS + 2 * SENDERS
-_WORDS = _ASIDE + 2 * ASIDE
+_RECEIVERS = _ASIDE + 2 * ASIDE
+_WORDS = _RECEIVERS + 2 * RECEIVERS
 
 
 class Fate(Enum):
@@ -50,8 +55,8 @@ class Page:
         words = self._words
         self._slots = {words[i]: i for i in range(_SENDERS, _ASIDE, 2) if words[i]}
         self._interrupted = self._entries(range(_INTERRUPTED, _SENDERS, 3))
-        self._aside = self._entries(range(_ASIDE, _WORDS, 2))
-        self._free = [i for i in range(_WORDS - 2, _ASIDE - 2, -2) if not words[i + 1]]
+        self._aside = self._entries(range(_ASIDE, _RECEIVERS, 2))
+        self._free = [i for i in range(_RECEIVERS - 2, _ASIDE - 2, -2) if not words[i + 1]]
 
     def _entries(self, places: range) -> dict[tuple[int, int], int]:
         return {(self._words[i], self._words[i + 1]): i for i in places if self._words[i + 1]}
@@ -98,7 +103,9 @@ class Page:
             words[at + 2] = words[_TRY]
             words[at + 1] = seq
             self._interrupted[sender, seq] = at
-        words[_SEQ] = 0
+        words[_SEQ] = words[_UNTIL] = 0
+        for at in range(_RECEIVERS, _WORDS):
+            words[at] = 0  # what the last incarnation sent, it waits for no more
 
     def _place_for_interrupted(self) -> int:
         for at in range(_INTERRUPTED, _SENDERS, 3):
@@ -127,6 +134,26 @@ class Page:
     def running_for_s(self, now_ns: int) -> float | None:
         """Seconds since the running message began, None if none is running."""
         return (now_ns - self._words[_SINCE]) / 1e9 if self._words[_SEQ] else None
+
+    def limit(self, until_ns: int) -> None:
+        """What runs now may run until then; 0: as long as it takes."""
+        self._words[_UNTIL] = until_ns
+
+    def overdue_s(self, now_ns: int) -> float | None:
+        """Seconds that what runs now is over its limit; None: it is not, or has none."""
+        until = self._words[_UNTIL]
+        return (now_ns - until) / 1e9 if 0 < until < now_ns else None
+
+    def note_sent(self, receiver: int, messages: int, oldest_ns: int) -> None:
+        """What waits with this receiver, by its place in the membership, and when the oldest of it was sent."""
+        at = _RECEIVERS + 2 * receiver
+        self._words[at] = messages
+        self._words[at + 1] = oldest_ns
+
+    def sent(self, receiver: int) -> tuple[int, int]:
+        """As `note_sent` left it."""
+        at = _RECEIVERS + 2 * receiver
+        return self._words[at], self._words[at + 1]
 
     @property
     def senders(self) -> set[int]:
