@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import zmq
 from msgspec import Struct
 
 __all__ = [
@@ -32,7 +31,7 @@ __all__ = [
     "ending_path",
     "inbox_path",
     "page_path",
-    "quiet_socket",
+    "supervisor_path",
 ]
 
 
@@ -52,7 +51,7 @@ class Member(Struct, frozen=True):
 
 
 class Membership(Struct, frozen=True, tag="members"):
-    """Everybody, after each change."""
+    """Those that have changed; everybody, when one has said hello. The first time in the order of the graph."""
 
     members: list[Member]
 
@@ -79,7 +78,10 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """The process is there and wants to know who lives where."""
+    """The first word of an actor's process, which wants to know who lives where."""
+
+    name: str
+    incarnation: int
 
 
 class Report(Struct, frozen=True, tag="report"):
@@ -158,8 +160,12 @@ ToActor = Membership | Stop
 FromActor = Ready | Hello | Report | DeadLetter
 
 
-def inbox_path(sockets: Path, name: str, incarnation: int) -> str:
-    return f"ipc://{sockets}/{name}.{incarnation}"
+def supervisor_path(sockets: Path) -> Path:
+    return sockets / "supervisor"
+
+
+def inbox_path(sockets: Path, name: str, incarnation: int) -> Path:
+    return sockets / f"{name}.{incarnation}"
 
 
 def page_path(sockets: Path, name: str) -> Path:
@@ -168,15 +174,3 @@ def page_path(sockets: Path, name: str) -> Path:
 
 def ending_path(sockets: Path, name: str, incarnation: int) -> Path:
     return sockets / f"{name}.{incarnation}.ending"
-
-
-def quiet_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket that drops nothing in silence: no high-water mark (credit bounds it), errors for unknown peers."""
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, 1)
-    if kind == zmq.ROUTER:
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return socket

@@ -5,16 +5,16 @@ was handled; when the receiver dies the rest is sent again, in order, to its nex
 tells what was done before. So a message is handled exactly once for all kills in between, or its sender is
 told that it may have been.
 
-libzmq moves the bytes in the background, and whoever waits (for a message, or for an answer) drives the
-sockets meanwhile. Several threads may wait; one of them drives for all. What is sent without waiting goes out
-with the next wait, in one datagram with whatever else there is for that actor; or, if its sender computes,
-within about a millisecond by a thread that does nothing else.
+Whoever waits (for a message, or for an answer) drives the sockets meanwhile. Several threads may wait; one of
+them drives for all. What is sent without waiting goes out with the next wait, in one datagram with whatever
+else there is for that actor; or, if its sender computes, within about a millisecond by a thread that does
+nothing else.
 """
 
 from __future__ import annotations
 
-import math
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -22,23 +22,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import zmq
 from msgspec import msgpack
 
-from .control import Member, Stop, ToActor, by_role, inbox_path, page_path, quiet_socket
+from .control import Member, Stop, ToActor, inbox_path, page_path, supervisor_path
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError, RolecallError
 from .mailbox import Incoming, Mailbox
+from .members import Members
 from .page import Fate, Page
-from .peer import Heard, Outgoing, Peer, Pending, Replies
-from .ref import Answer, Call
+from .peer import Heard, Outgoing, Peer, Pending, Replies, together
+from .ref import Answer, Call, only_one
 from .remote import RemoteActor
+from .sockets import Connection, Parcel, connect, listen
 from .wire import (
-    Header,
     Kind,
     encode_body,
     encode_call,
+    pack_label,
     pack_message,
     pack_reply,
+    seqs_done,
     unpack_messages,
     unpack_replies,
 )
@@ -48,8 +50,9 @@ __all__ = ["Endpoint"]
 TELL_TIMEOUT_S = 300.0  # how long a tell waits for room in the receiver's mailbox
 BATCH = 64  # messages or answers that wait for nothing else before they are sent
 LATE_S = 0.001  # what waits longer is sent by a thread of its own
-BREATH_S = 0.005
+BREATH_NS = 5_000_000
 POLL_S = 1.0  # how long a wait sleeps at most before it looks at its deadline
+LAST_WORDS_S = 0.5  # how long a process that ends waits for the kernel to take what it has said
 _from_supervisor = msgpack.Decoder(ToActor)
 
 
@@ -66,49 +69,73 @@ class Endpoint:
         self.page.recover()
         self.chain: tuple[str, ...] = ()  # who waits for the message being handled
         self.deadline = float("inf")  # and until when
-        self.stopping = False
+        self.stopping = self.again = False
         self.dead_letters: list[tuple[str, str, str]] = []  # receiver, method, reason
         self._seq = 0
-        self._members: dict[str, Member] = {}
+        self._members = Members()
+        self.downs = self._members.downs
         self._peers: dict[str, Peer] = {}
-        self._replicas: dict[str, list[str]] = {}
-        self._news = False  # of members, for the page
+        self._picks = 0
         # What waits to be sent; only the thread that drives touches a socket.
         self._unsent: dict[str, Peer] = {}
         self._replies = Replies()
         self._words: deque[bytes] = deque()  # for the supervisor
-        self._turn = threading.Condition()
-        self._driver: int | None = None  # the thread that drives the sockets now
-        self._drove = 0.0
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        self._driving = self._closed = False
+        self._sleepers = 0  # threads that wait for the one that drives
+        self._drove_ns = 0
         self._late = threading.Event()
         self._sender: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._zmq = zmq.Context()
-        self._inbox = quiet_socket(self._zmq, zmq.ROUTER)
-        self._inbox.bind(inbox_path(sockets, name, incarnation))
-        self._supervisor = quiet_socket(self._zmq, zmq.DEALER)
-        self._supervisor.setsockopt(zmq.IDENTITY, f"{name}.{incarnation}".encode())
-        self._supervisor.connect(f"ipc://{sockets}/supervisor")
-        self._poller = zmq.Poller()
-        for source in (self._inbox, self._supervisor, self._wake):
-            self._poller.register(source, zmq.POLLIN)
+        self._inbox = listen(inbox_path(sockets, name, incarnation))
+        self._poller = select.epoll()
+        self._poller.register(self._wake, select.EPOLLIN)
+        self._poller.register(self._inbox, select.EPOLLIN)
+        self._supervisor = Connection(connect(supervisor_path(sockets)), self._poller)
+        self._callers: dict[int, Connection] = {}  # by file descriptor: who sends to this actor,
+        self._callees: dict[int, Peer] = {}  # and whom it sends to
 
     def now(self) -> float:
         """CLOCK_MONOTONIC seconds, which all processes of a machine share."""
         return time.monotonic()
 
+    now_ns = staticmethod(time.monotonic_ns)  # called for every message
+
     # --- sending -----------------------------------------------------------------------------------------
 
     def replicas(self, name: str) -> Sequence[str]:
-        if not self._members:
+        return self._members.replicas.get(name) or self._replicas_of_new(name)
+
+    def _replicas_of_new(self, name: str) -> Sequence[str]:
+        if not self._members.by_name:
             self._wait_for_members()
-        return self._replicas.get(name) or [name]
+        return self._members.replicas.get(name, [name])
 
     def _wait_for_members(self) -> None:
         deadline = min(self.now() + TELL_TIMEOUT_S, self.deadline)
-        while not self._members and self.now() < deadline:  # a role's replicas are known with the first word
+        while not self._members.by_name and self.now() < deadline:  # the first word names a role's replicas
             self._raise_if_stopping()
             self._drive(POLL_S)
+
+    def pick(self, name: str) -> str:
+        names = self.replicas(name)
+        self._picks += 1
+        turn = self._picks % len(names)
+        return min((*names[turn:], *names[:turn]), key=self._load)
+
+    def _load(self, name: str) -> tuple[bool, int]:
+        member, peer = self._members.by_name.get(name), self._peers.get(name)
+        return member is None or member.state != "up", 0 if peer is None else len(peer.unhandled)
+
+    def watch(self, name: str) -> None:
+        if name in self.remotes:
+            raise RolecallError(
+                f"{name} is on another machine, and only actors of the same one can be watched"
+            )
+        self.replicas(name)
+        with self._lock:
+            self._members.watch(name)
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
         answers = [self._ask(name, call, timeout_s) for name in names]
@@ -135,7 +162,8 @@ class Endpoint:
             self.remotes[name].ask(call, time.monotonic() + TELL_TIMEOUT_S, self._between)
         else:
             self._post(name, call)
-            self._send_soon()
+            if not self._late.is_set():
+                self._send_soon()
 
     def _between(self) -> None:
         """Called between two tries of a request to another machine: hear the supervisor meanwhile."""
@@ -143,26 +171,31 @@ class Endpoint:
         self._raise_if_stopping()
 
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
-        chain = (*self.chain, self.name)
-        if pending is not None and name in chain:
-            raise DeadlockError.of(chain, name, call.method)
-        peer = self._peers.get(name) or self._peers.setdefault(name, Peer(name))
+        peer = self._peers.get(name) or self._new_peer(name)
+        if pending is None:
+            kind, until, chain = Kind.TELL, 0.0, ()  # nobody waits for it
+        else:
+            kind, until, pending.name = Kind.ASK, pending.deadline, peer.name
+            chain = (*self.chain, self.name)
+            if peer.name in chain:
+                raise DeadlockError.of(chain, peer.name, call.method)
         if peer.full:
-            self._wait_for_room(
-                peer, TELL_TIMEOUT_S + time.monotonic() if pending is None else pending.deadline
-            )
-        body, buffers = encode_call(call.method, call.args, call.kwargs)
-        kind, until = (Kind.TELL, 0.0) if pending is None else (Kind.ASK, pending.deadline)
-        with self._turn:  # messages leave in the order of their seq, whichever thread they come from
-            self._seq += 1
-            header = Header(kind, self._seq, self.incarnation, until, chain, call.method)
-            record = pack_message(header, body)
-            peer.add(Outgoing(self._seq, call.method, call.idempotent, record, buffers, pending))
-            self._unsent[name] = peer
-        if pending is not None:
-            pending.seq = header.seq
+            self._wait_for_room(peer, until or time.monotonic() + TELL_TIMEOUT_S)
+        label = pack_label(chain, call.method)
+        body, buffers = encode_call(call.args, call.kwargs)
+        with self._lock:  # messages leave in the order of their seq, whichever thread they come from
+            self._seq = seq = self._seq + 1
+            record = pack_message(kind, seq, self.incarnation, until, label, body, buffers)
+            peer.add(Outgoing(seq, call.method, call.idempotent, record, pending, self.now_ns()))
+            self._unsent[peer.name] = peer
+            if pending is not None:
+                pending.seq = seq
         if buffers or len(peer.unsent) >= BATCH:
             self._drive(0.0)
+
+    def _new_peer(self, name: str) -> Peer:
+        name = only_one(name, self.replicas(name))
+        return self._peers.setdefault(name, Peer(name))
 
     def _send_soon(self) -> None:
         """Let the sending thread send what nobody's wait has sent by then."""
@@ -177,8 +210,15 @@ class Endpoint:
             self._late.wait()
             time.sleep(LATE_S)
             self._late.clear()
-            if self._unsent or self._replies or self._words:
+            if self._unsent or self._replies.waiting or self._words:
                 self._drive(0.0, send_only=True)
+            while self._stuck():
+                self._drive(POLL_S)
+
+    def _stuck(self) -> bool:
+        """Whether the kernel has no room for something that was sent."""
+        peers = [peer.connection for peer in list(self._peers.values())]
+        return any(link and link.backlog for link in (*peers, *list(self._callers.values())))
 
     def _wait_for_room(self, peer: Peer, deadline: float) -> None:
         while peer.full:
@@ -195,7 +235,7 @@ class Endpoint:
             left = pending.deadline - time.monotonic()
             if left <= 0:
                 pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
-                with self._turn:
+                with self._lock:
                     self._peers[pending.name].remove(pending.seq)
                 return
             self._drive(min(left, POLL_S), pending)
@@ -213,44 +253,56 @@ class Endpoint:
 
     def breathe(self) -> None:
         """Between two messages of many: let answers out and the supervisor's word in, now and then."""
-        if len(self._replies) >= BATCH or time.monotonic() - self._drove > BREATH_S:
+        if len(self._replies.waiting) >= BATCH or time.monotonic_ns() - self._drove_ns > BREATH_NS:
             self._drive(0.0)
 
     def _drive(self, timeout_s: float, pending: Pending | None = None, *, send_only: bool = False) -> None:
         """Move messages for up to `timeout_s`, or until another thread that drives has settled `pending`."""
-        with self._turn:
-            if self._driver is not None:
-                if self._unsent or self._replies or self._words:
+        with self._lock:
+            if self._driving:
+                if self._unsent or self._replies.waiting or self._words:
                     os.eventfd_write(self._wake, 1)  # the driver sleeps in its poll: let it send them
                 if timeout_s and not (pending and pending.done):
+                    self._sleepers += 1
                     self._turn.wait(timeout_s)
+                    self._sleepers -= 1
                 return
-            if (pending and pending.done) or self._zmq.closed:
+            if (pending and pending.done) or self._closed:
                 return
-            self._driver = threading.get_ident()
+            self._driving = True
         try:
+            self._flush()
             if not send_only:
                 self._turn_over(timeout_s)
         finally:
-            with self._turn:
-                self._flush()  # also what others posted too late for the poll to see
-                self._driver = None
-                self._turn.notify_all()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Stop driving, but not before what others have posted meanwhile is sent."""
+        while True:
+            self._flush()
+            with self._lock:
+                if not (self._unsent or self._replies.waiting or self._words):
+                    self._driving = False
+                    if self._sleepers:
+                        self._turn.notify_all()
+                    return
 
     def _turn_over(self, timeout_s: float) -> None:
-        self._flush()
-        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
-        self._drove = time.monotonic()
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        if self._supervisor in ready:
-            self._hear_supervisor()
-        if self._inbox in ready:
-            self._hear_mail()
-        if len(ready) > (self._inbox in ready):
-            for peer in list(self._peers.values()):
-                if peer.socket in ready:
-                    self._hear_answers(peer)
+        ready = self._poller.poll(timeout_s)
+        self._drove_ns = time.monotonic_ns()
+        for fd, event in ready:
+            # One datagram of each: there is more to hear as long as it is ready again at the next turn.
+            if (peer := self._callees.get(fd)) is not None:
+                self._hear_answers(peer, event)
+            elif (caller := self._callers.get(fd)) is not None:
+                self._hear_mail(caller, event)
+            elif fd == self._inbox.fileno():
+                self._accept()
+            elif fd == self._supervisor.fileno():
+                self._hear_supervisor(event)
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
 
     def _flush(self) -> None:
         """Send all that waits to be sent."""
@@ -259,52 +311,78 @@ class Endpoint:
         while self._unsent:
             _, peer = self._unsent.popitem()
             self._send_to(peer)
-        for frames in self._replies.datagrams():
-            self._send_back(frames)
+        if self._replies.waiting:
+            for caller, records in self._replies.take().items():
+                self._transmit(caller, records)
 
     def _send_to(self, peer: Peer) -> None:
-        member = self._members.get(peer.name)
-        with self._turn:
+        member = self._members.by_name.get(peer.name)
+        if member is not None and member.state == "up" and peer.incarnation != member.incarnation:
+            self._connect(peer, member)
+            return
+        with self._lock:
             messages, peer.unsent = peer.unsent, []
         if member is not None and member.state == "gone":
             self._fail(peer, member)
-        elif member is not None and member.state == "up" and not self._connect(peer, member):
-            peer.transmit(messages)
+        elif peer.connection is not None:
+            self._transmit(peer.connection, [message.record for message in messages])
+        self._note(peer)
 
-    def _connect(self, peer: Peer, member: Member) -> bool:
-        """Whether it had to be connected, and so was sent all it has not handled."""
-        if peer.incarnation == member.incarnation and peer.socket is not None:
-            return False
+    def _transmit(self, connection: Connection, records: Sequence[bytes | Parcel]) -> None:
+        for datagram in together(records):
+            connection.send(datagram)
+        if connection.backlog:
+            self._send_soon()  # nobody may wait here for long enough
+
+    def _note(self, peer: Peer) -> None:
+        """For `rolecall ps`."""
+        if peer.place >= 0:
+            self.page.note_sent(peer.place, len(peer.unhandled), peer.oldest_ns)
+
+    def _connect(self, peer: Peer, member: Member) -> None:
+        """Send all that the last incarnation has not handled to this one."""
         self._disconnect(peer)
         peer.incarnation = member.incarnation
-        peer.socket = quiet_socket(self._zmq, zmq.DEALER)
-        peer.socket.setsockopt(zmq.IDENTITY, b"%d" % self.incarnation)
-        peer.socket.connect(inbox_path(self.sockets, peer.name, member.incarnation))
-        self._poller.register(peer.socket, zmq.POLLIN)
-        with self._turn:
+        peer.place = self._members.place(peer.name)
+        try:
+            link = connect(inbox_path(self.sockets, peer.name, member.incarnation))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return  # it has just died: the supervisor will say so
+        peer.connection = Connection(link, self._poller)
+        self._callees[peer.connection.fileno()] = peer
+        with self._lock:
             messages, peer.unsent = list(peer.unhandled.values()), []
-        peer.transmit(messages)
-        return True
+        self._transmit(peer.connection, [message.record for message in messages])
+        self._note(peer)
 
     def _disconnect(self, peer: Peer) -> None:
-        if peer.socket is not None:
-            self._hear_answers(peer)  # what it said last still counts
-            self._poller.unregister(peer.socket)
-            peer.socket.close()
-            peer.socket = None
+        if peer.connection is None:
+            return
+        while (data := peer.connection.receive()) is not None:  # what it said last still counts
+            self._settle(peer, data)
+        del self._callees[peer.connection.fileno()]
+        peer.connection.close()
+        peer.connection = None
 
-    def _hear_answers(self, peer: Peer) -> None:
-        socket = peer.socket
-        while socket is not None and socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
-            data, *buffers = socket.recv_multipart(copy=False)
-            for kind, seq, body in unpack_replies(data.bytes):
-                with self._turn:
-                    message = peer.remove(seq)
-                if message is not None and message.pending is not None:
-                    pending = message.pending
-                    pending.kind, pending.body = kind, body
-                    pending.buffers = [frame.buffer for frame in buffers]
-                    pending.done = True
+    def _hear_answers(self, peer: Peer, event: int) -> None:
+        connection = peer.connection
+        assert connection is not None
+        if event & select.EPOLLOUT:
+            connection.flush()
+        data = connection.receive()
+        if data is not None:
+            self._settle(peer, data)
+        elif connection.ended:
+            self._disconnect(peer)
+
+    def _settle(self, peer: Peer, data: bytes | memoryview) -> None:
+        with self._lock:
+            for kind, seq, body, buffers in unpack_replies(data):
+                if kind is Kind.DONE:
+                    peer.strike(seqs_done(body))
+                elif (message := peer.remove(seq)) is not None and message.pending is not None:
+                    message.pending.answer(kind, body, buffers)
+        self._note(peer)
 
     # --- the supervisor's word ---------------------------------------------------------------------------
 
@@ -312,35 +390,41 @@ class Endpoint:
         self._words.append(frame)
         self._drive(0.0)
 
-    def _hear_supervisor(self) -> None:
-        while self._supervisor.poll(0):
-            message = _from_supervisor.decode(self._supervisor.recv())
-            if isinstance(message, Stop):
-                self.stopping = True
-            else:
-                self._meet(message.members)
+    def _hear_supervisor(self, event: int) -> None:
+        if event & select.EPOLLOUT:
+            self._supervisor.flush()
+        data = self._supervisor.receive()
+        if data is None:
+            if self._supervisor.ended:  # it is dead, and this process about to be
+                self._supervisor.close()
+            return
+        message = _from_supervisor.decode(data)
+        if isinstance(message, Stop):
+            self.stopping, self.again = True, message.again
+        else:
+            self._meet(message.members)
 
     def _meet(self, members: list[Member]) -> None:
-        self._members = {member.name: member for member in members}
-        self._replicas = by_role(members)
-        self._news = True
-        for peer in list(self._peers.values()):
-            member = self._members.get(peer.name)
-            if member is None:
+        with self._lock:
+            self._members.hear(members)
+        for member in members:
+            peer = self._peers.get(member.name)
+            if peer is None:
                 continue
             if member.state == "gone":
                 self._fail(peer, member)
-            elif member.state == "down" and peer.socket is not None:
-                self._lose(peer, member)
             elif member.state == "up":
-                self._connect(peer, member)
+                if peer.incarnation != member.incarnation:
+                    self._connect(peer, member)
+            elif peer.incarnation:
+                self._lose(peer, member)
 
     def _forget_the_dead(self) -> None:
         """In the thread that handles messages: the page is its."""
-        if not self._news:
+        if not self._members.news:
             return
-        self._news = False
-        members = list(self._members.values())
+        self._members.news = False
+        members = list(self._members.by_name.values())
         # Incarnations grow, so a sender above all of these is newer than this word, not dead.
         newest = max((member.incarnation for member in members), default=0)
         alive = {member.incarnation for member in members if member.state != "gone"}
@@ -351,12 +435,13 @@ class Endpoint:
     def _lose(self, peer: Peer, member: Member) -> None:
         """Its actor died: an ask that had begun and must not run twice ends here; the rest waits for the next."""
         self._disconnect(peer)
+        peer.incarnation = 0
         page = Page(page_path(self.sockets, peer.name))
         for seq, message in list(peer.unhandled.items()):
             pending = message.pending
             if pending is None or message.idempotent or page.fate(self.incarnation, seq) is Fate.NEW:
                 continue
-            with self._turn:
+            with self._lock:
                 peer.remove(seq)
             pending.fail(ActorDied(peer.name, member.reason, maybe_executed=True))
 
@@ -365,7 +450,7 @@ class Endpoint:
         self._disconnect(peer)
         page = Page(page_path(self.sockets, peer.name))
         for seq, message in list(peer.unhandled.items()):
-            with self._turn:
+            with self._lock:
                 peer.remove(seq)
             fate = page.fate(self.incarnation, seq)
             if message.pending is not None:
@@ -380,33 +465,44 @@ class Endpoint:
 
     # --- receiving ---------------------------------------------------------------------------------------
 
-    def _hear_mail(self) -> None:
-        inbox = self._inbox
-        while inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
-            route, data, *frames = inbox.recv_multipart(copy=False)
-            buffers, sender = [frame.buffer for frame in frames], route.bytes
-            for header, body in unpack_messages(data.bytes):
-                self.mailbox.put(Incoming(header, body, buffers, sender))
+    def _accept(self) -> None:
+        try:
+            caller, _ = self._inbox.accept()
+        except BlockingIOError:
+            return
+        connection = Connection(caller, self._poller)
+        self._callers[connection.fileno()] = connection
 
-    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None:
-        """Tell the sender that its message was handled. A sender that died meanwhile needs no answer."""
-        if kind is Kind.DONE:
-            self._replies.add_done(message.route, message.header.seq)
-        else:
-            body, buffers = encode_body(value)
-            self._replies.add(message.route, pack_reply(kind, message.header.seq, body), buffers)
-        if self.mailbox.ready:
+    def _hear_mail(self, caller: Connection, event: int) -> None:
+        if event & select.EPOLLOUT:
+            caller.flush()
+        data = caller.receive()
+        if data is not None:
+            for header, body, buffers in unpack_messages(data):
+                self.mailbox.put(Incoming(header, body, buffers, caller))
+        elif caller.ended:
+            del self._callers[caller.fileno()]
+            caller.close()
+
+    def handled(self, message: Incoming) -> None:
+        """Tell the sender of a tell that it was handled; all of one sender's are told in one record."""
+        waiting = self._replies.waiting
+        waiting.append((message.route, message.header.seq, b""))
+        if len(waiting) == 1:
             self._send_soon()  # the next message may take long
 
-    def _send_back(self, frames: list[Any]) -> None:
-        try:
-            self._inbox.send_multipart(frames, copy=len(frames) == 2)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+    def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
+        """Answer an ask. A sender that died meanwhile needs no answer."""
+        waiting = self._replies.waiting
+        waiting.append((message.route, 0, pack_reply(kind, message.header.seq, *encode_body(value))))
+        if self.mailbox.ready and len(waiting) == 1:
+            self._send_soon()
 
     def close(self) -> None:
+        """Say what is left to say."""
+        until = time.monotonic() + LAST_WORDS_S
         self._drive(0.0)
-        with self._turn:
-            self._zmq.destroy(linger=500)
-        os.close(self._wake)
+        while self._stuck() and time.monotonic() < until:
+            self._drive(LATE_S)
+        with self._lock:
+            self._closed = True

@@ -5,23 +5,23 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from .wire import Header
 
 __all__ = ["Incoming", "Mailbox"]
 
 
-@dataclass(eq=False, slots=True)
-class Incoming:
+class Incoming(Struct, eq=False, gc=False):
     """A message that has arrived; body and buffers are not yet decoded; `route` leads back to its sender."""
 
     header: Header
-    body: bytes | memoryview = field(repr=False)
-    buffers: Sequence[Any] = field(repr=False)
+    body: Any
+    buffers: Sequence[Any]
     route: Any = None
-    number: int = 0  # of its arrival
+    number: int = 0  # of those set aside, in the order of arrival
 
 
 class Mailbox:
@@ -46,8 +46,6 @@ class Mailbox:
         return bool(self._arrived or self._retry)
 
     def put(self, message: Incoming) -> None:
-        self._count += 1
-        message.number = self._count
         self._arrived.append(message)
 
     def next(self) -> Incoming | None:
@@ -59,6 +57,9 @@ class Mailbox:
         return self._arrived.popleft() if self._arrived else None
 
     def set_aside(self, message: Incoming) -> None:
+        if not message.number:  # it is the first time, and whoever was set aside before had come before
+            self._count += 1
+            message.number = self._count
         insort(self._aside, message, key=lambda other: other.number)
 
     def drop_late(self, now: float) -> list[Incoming]:

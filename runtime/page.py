@@ -61,15 +61,31 @@ class Page:
     def _entries(self, places: range) -> dict[tuple[int, int], int]:
         return {(self._words[i], self._words[i + 1]): i for i in places if self._words[i + 1]}
 
+    def is_new(self, sender: int, seq: int) -> bool:
+        """Whether this message certainly never began: `fate` tells more of the others."""
+        slot = self._slots.get(sender)
+        if slot is not None and seq <= self._words[slot + 1]:
+            return False
+        return not self._interrupted or (sender, seq) not in self._interrupted
+
     def begin(self, sender: int, seq: int, now_ns: int) -> None:
         words = self._words
         words[_SENDER] = sender
         words[_SINCE] = now_ns
-        words[_TRY] = self.deaths(sender, seq) + 1
+        words[_TRY] = self.deaths(sender, seq) + 1 if self._interrupted else 1
         words[_SEQ] = seq
 
     def done(self, sender: int, seq: int) -> None:
-        self._raise(sender, seq)
+        words = self._words
+        slot = self._slots.get(sender) or self._new_slot(sender)
+        # A message that comes again is older than what its sender has had done since: the mark never falls.
+        if seq > words[slot + 1]:
+            words[slot + 1] = seq
+        if self._aside or self._interrupted:
+            self._strike(sender, seq)
+        words[_SEQ] = 0
+
+    def _strike(self, sender: int, seq: int) -> None:
         at = self._aside.pop((sender, seq), None)
         if at is not None:
             self._words[at + 1] = 0
@@ -77,7 +93,6 @@ class Page:
         at = self._interrupted.pop((sender, seq), None)
         if at is not None:
             self._words[at + 1] = 0
-        self._words[_SEQ] = 0
 
     def set_aside(self, sender: int, seq: int) -> None:
         """The handler raised NotYet: the message has changed nothing and will be tried again."""
@@ -87,7 +102,8 @@ class Page:
             at = self._aside[sender, seq] = self._free.pop()
             self._words[at] = sender
             self._words[at + 1] = seq
-            self._raise(sender, seq)
+            slot = self._slots.get(sender) or self._new_slot(sender)
+            self._words[slot + 1] = max(seq, self._words[slot + 1])
         self._words[_SEQ] = 0
 
     def recover(self) -> None:
@@ -173,15 +189,12 @@ class Page:
             self._words[slot] = 0
             self._words[slot + 1] = 0
 
-    def _raise(self, sender: int, seq: int) -> None:
-        slot = self._slots.get(sender)
+    def _new_slot(self, sender: int) -> int:
+        used = set(self._slots.values())
+        slot = next((i for i in range(_SENDERS, _ASIDE, 2) if i not in used), None)
         if slot is None:
-            used = set(self._slots.values())
-            slot = next((i for i in range(_SENDERS, _ASIDE, 2) if i not in used), None)
-            if slot is None:
-                raise OverflowError(f"more than {SENDERS} actors have sent to this one")
-            self._words[slot + 1] = 0
-            self._words[slot] = sender
-            self._slots[sender] = slot
-        # A message that comes again is older than what its sender has had done since: the mark never falls.
-        self._words[slot + 1] = max(seq, self._words[slot + 1])
+            raise OverflowError(f"more than {SENDERS} actors have sent to this one")
+        self._words[slot + 1] = 0
+        self._words[slot] = sender
+        self._slots[sender] = slot
+        return slot

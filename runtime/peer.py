@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
+from msgspec import Struct
 
+from .sockets import MAX_DATAGRAM, Connection, Parcel
 from .wire import Kind, decode_body, pack_done
 
-__all__ = ["Heard", "Outgoing", "Peer", "Pending", "Replies"]
+__all__ = ["Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
@@ -42,6 +43,9 @@ class Pending:
             raise value
         return value
 
+    def answer(self, kind: Kind, body: Any, buffers: Sequence[Any]) -> None:
+        self.kind, self.body, self.buffers, self.done = kind, body, buffers, True
+
     def fail(self, error: Exception) -> None:
         self.error, self.done = error, True
 
@@ -57,32 +61,31 @@ class Heard:
         return self.value
 
 
-@dataclass(eq=False, slots=True)
-class Outgoing:
-    """A message its receiver has not handled yet. `method` is the handler's name, `pending` None for a tell."""
+class Outgoing(Struct, eq=False, gc=False):
+    """A message its receiver has not handled yet. `method` is the handler's name, `pending` None for a tell,
+    `at_ns` when it was sent (CLOCK_MONOTONIC)."""
 
     seq: int
     method: str
     idempotent: bool
-    record: bytes
-    buffers: list[Any]
+    record: bytes | Parcel
     pending: Pending | None
-
-    @property
-    def size(self) -> int:
-        return len(self.record) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+    at_ns: int
 
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """An actor this process sends to. `socket` is None while the actor is not up.
+    """An actor this process sends to. `connection` is None while the actor is not up.
 
+    place: its place in the membership, -1 as long as it is in none.
     unhandled: what it has not handled, by seq; unsent: those of them it was not sent yet.
+    size: bytes of what it has not handled.
     """
 
     name: str
-    socket: zmq.Socket[bytes] | None = None
+    connection: Connection | None = None
     incarnation: int = 0
+    place: int = -1
     unhandled: dict[int, Outgoing] = field(default_factory=dict)
     unsent: list[Outgoing] = field(default_factory=list)
     size: int = 0
@@ -90,65 +93,70 @@ class Peer:
     def add(self, message: Outgoing) -> None:
         self.unhandled[message.seq] = message
         self.unsent.append(message)
-        self.size += message.size
+        self.size += len(message.record)
 
     def remove(self, seq: int) -> Outgoing | None:
         message = self.unhandled.pop(seq, None)
         if message is not None:
-            self.size -= message.size
+            self.size -= len(message.record)
         return message
+
+    def strike(self, seqs: Iterable[int]) -> None:
+        """These tells were handled."""
+        unhandled = self.unhandled
+        for seq in seqs:
+            if seq in unhandled:
+                self.size -= len(unhandled.pop(seq).record)
 
     @property
     def full(self) -> bool:
         return len(self.unhandled) >= MAX_UNHANDLED or self.size >= MAX_UNHANDLED_BYTES
 
-    def transmit(self, messages: Sequence[Outgoing]) -> None:
-        """Send these in order; small ones together. The socket must be there."""
-        assert self.socket is not None
-        small: list[bytes] = []
-        for message in messages:
-            if not message.buffers:
-                small.append(message.record)
-                continue
-            if small:
-                self.socket.send(b"".join(small))
-                small = []
-            self.socket.send_multipart([message.record, *message.buffers], copy=False)
-        if small:
-            self.socket.send(b"".join(small))
+    @property
+    def oldest_ns(self) -> int:
+        """When the oldest message that it has not handled was sent; 0: there is none."""
+        return next((message.at_ns for message in self.unhandled.values()), 0)
+
+
+def together(records: Sequence[bytes | Parcel]) -> Iterator[bytes | Parcel]:
+    """The same records in the same order, as few datagrams."""
+    small: list[bytes] = []
+    size = 0
+    for record in records:
+        if small and (isinstance(record, Parcel) or size + len(record) > MAX_DATAGRAM):
+            yield b"".join(small)
+            small, size = [], 0
+        if isinstance(record, Parcel):
+            yield record
+        else:
+            small.append(record)
+            size += len(record)
+    if small:
+        yield b"".join(small)
 
 
 class Replies:
-    """Answers that wait to be sent. Added to by the thread that handles messages, sent by the one that drives."""
+    """Answers that wait to be sent. Added to by the thread that handles messages, sent by the one that drives.
+
+    waiting: whom to, the seq of a tell that was handled, or the record of an answer.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[bytes, int, bytes, Sequence[Any]]] = deque()  # route, seq, record, buffers
+        self.waiting: deque[tuple[Connection, int, bytes | Parcel]] = deque()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
-    def add(self, route: bytes, record: bytes, buffers: Sequence[Any]) -> None:
-        self._waiting.append((route, 0, record, buffers))
-
-    def add_done(self, route: bytes, seq: int) -> None:
-        """A tell was handled; all of one sender's are told in one record."""
-        self._waiting.append((route, seq, b"", ()))
-
-    def datagrams(self) -> Iterator[list[Any]]:
-        """What to send, each as route and frames; small ones of one sender together. Leaves nothing."""
-        if not self._waiting:
-            return
-        records: dict[bytes, list[bytes]] = {}
-        done: dict[bytes, list[int]] = {}
-        while self._waiting:
-            route, seq, record, buffers = self._waiting.popleft()
-            if buffers:
-                yield [route, record, *buffers]
-            elif record:
-                records.setdefault(route, []).append(record)
-            else:
+    def take(self) -> dict[Connection, list[bytes | Parcel]]:
+        """What to send to whom. Leaves nothing."""
+        records: dict[Connection, list[bytes | Parcel]] = {}
+        done: dict[Connection, list[int]] = {}
+        while self.waiting:
+            route, seq, record = self.waiting.popleft()
+            if seq:
                 done.setdefault(route, []).append(seq)
+            else:
+                records.setdefault(route, []).append(record)
         for route, seqs in done.items():
             records.setdefault(route, []).append(pack_done(seqs))
-        for route, batch in records.items():
-            yield [route, b"".join(batch)]
+        return records

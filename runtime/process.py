@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import sys
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 import cloudpickle
 from msgspec import json, msgpack
 
-from .actor import Actor, Context, is_idempotent
+from .actor import Actor, Context, Down, is_idempotent
 from .control import DeadLetter, Ending, FromActor, Hello, Ready, Report, ending_path
 from .endpoint import Endpoint
 from .errors import ActorDied, ActorStopped, Finished, NotYet, RolecallError, Unrecoverable
@@ -98,12 +100,15 @@ class LifeSupport(Protocol):
     chain: tuple[str, ...]
     deadline: float
     stopping: bool
+    downs: deque[Down]
     dead_letters: list[tuple[str, str, str]]
 
     def now(self) -> float: ...
+    def now_ns(self) -> int: ...
     def wait(self, timeout_s: float | None) -> None: ...
     def breathe(self) -> None: ...
-    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None: ...
+    def handled(self, message: Incoming) -> None: ...
+    def answer(self, message: Incoming, kind: Kind, value: Any) -> None: ...
     def to_supervisor(self, frame: bytes) -> None: ...
 
 
@@ -113,7 +118,7 @@ class Life:
     def __init__(self, spec: Spec, endpoint: LifeSupport) -> None:
         self.endpoint = endpoint
         self._swept = endpoint.now()
-        self._tell_supervisor(Hello())
+        self._tell_supervisor(Hello(spec.name, spec.incarnation))
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
             spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report
@@ -144,6 +149,9 @@ class Life:
         steps = type(self.actor).step is not Actor.step
         step_at: float | None = 0.0 if steps else None
         while not endpoint.stopping:
+            while endpoint.downs:
+                self.actor.on_down(endpoint.downs.popleft())
+                mailbox.changed()
             message = mailbox.next()
             if message is not None:
                 if self._handle(message):
@@ -172,30 +180,38 @@ class Life:
     def _handle(self, message: Incoming) -> bool:
         """Whether the handler ran, so that the actor's state may have changed."""
         header, page = message.header, self.endpoint.page
-        if page.fate(header.sender, header.seq) is not Fate.NEW and not self._may_run_again(message):
+        sender, seq = header.sender, header.seq
+        if not page.is_new(sender, seq) and not self._may_run_again(message):
             return False
-        if header.deadline and header.deadline < self.endpoint.now():
-            page.done(header.sender, header.seq)  # its asker has gone on with AskTimeout
+        now_ns = self.endpoint.now_ns()
+        if header.deadline and header.deadline * 1e9 < now_ns:
+            page.done(sender, seq)  # its asker has gone on with AskTimeout
             return False
-        page.begin(header.sender, header.seq, int(self.endpoint.now() * 1e9))
+        page.begin(sender, seq, now_ns)
         try:
-            answer = self._call(message)
+            kind, value = self._call(message)
         except NotYet:
-            page.set_aside(header.sender, header.seq)
+            page.set_aside(sender, seq)
             self.endpoint.mailbox.set_aside(message)
             return False
         except Finished:
             self._turn_away(message)
             raise
-        page.done(header.sender, header.seq)
-        self._answer(message, *answer)
+        page.done(sender, seq)
+        if kind is Kind.DONE:
+            self.endpoint.handled(message)
+        else:
+            self._answer(message, kind, value)
         return True
 
     def _may_run_again(self, message: Incoming) -> bool:
         """Whether a message that was begun or done before runs (again); if not, its sender is told."""
         header, page = message.header, self.endpoint.page
-        if header.kind is Kind.TELL and page.fate(header.sender, header.seq) is Fate.DONE:
-            self.endpoint.answer(message, Kind.DONE)  # only this word was lost
+        fate = page.fate(header.sender, header.seq)
+        if fate is Fate.NEW:
+            return True  # it was set aside
+        if header.kind is Kind.TELL and fate is Fate.DONE:
+            self.endpoint.handled(message)  # only this word was lost
             return False
         if page.deaths(header.sender, header.seq) >= POISON_DEATHS:
             refusal = f"{header.method} killed {self.actor.name} {POISON_DEATHS} times"
@@ -216,15 +232,14 @@ class Life:
             self.endpoint.answer(message, Kind.ERROR, error)
         else:
             self._tell_supervisor(DeadLetter(self.actor.name, header.method, reason))
-            self.endpoint.answer(message, Kind.DONE)
+            self.endpoint.handled(message)
 
     def _call(self, message: Incoming) -> tuple[Kind, Any]:
         header, endpoint = message.header, self.endpoint
-        endpoint.chain = header.chain
-        endpoint.deadline = header.deadline or float("inf")
+        endpoint.chain, endpoint.deadline = header.chain, header.deadline or math.inf
         try:
-            method, args, kwargs = decode_body(message.body, message.buffers)
-            answer = getattr(self.actor, method)(*args, **kwargs)
+            args, kwargs = decode_body(message.body, message.buffers)
+            answer = getattr(self.actor, header.method)(*args, **kwargs)
         except (NotYet, Finished):
             raise
         except Exception as error:
@@ -235,7 +250,7 @@ class Life:
         else:
             return (Kind.DONE, None) if header.kind is Kind.TELL else (Kind.ANSWER, answer)
         finally:
-            endpoint.chain, endpoint.deadline = (), float("inf")
+            endpoint.chain, endpoint.deadline = (), math.inf
 
     def _answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         try:
@@ -261,7 +276,7 @@ class Life:
         if header.kind is Kind.ASK:
             self.endpoint.answer(message, Kind.ERROR, ActorStopped(f"{self.actor.name} has stopped"))
         else:
-            self.endpoint.answer(message, Kind.DONE)
+            self.endpoint.handled(message)
 
     def _bury(self) -> None:
         while self.endpoint.dead_letters:

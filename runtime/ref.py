@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from msgspec import Struct
+
 from .errors import RolecallError
 
-__all__ = ["Answer", "Ref", "Transport", "bind_transport"]
+__all__ = ["Answer", "Ref", "Transport", "bind_transport", "only_one"]
 
 A = TypeVar("A", covariant=True)
 P = ParamSpec("P")
@@ -33,16 +35,19 @@ class Answer(Protocol[R_co]):
 
 
 class Transport(Protocol):
-    """What carries messages: sockets in a run, direct calls in a LocalRun."""
+    """What carries messages: sockets in a run, direct calls in a LocalRun. A name is a role's with one replica, or
+    a replica's; of which role another name is, `replicas` and `pick` know.
+    """
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]: ...
     def ask_soon(self, name: str, call: Call, timeout_s: float) -> Answer[Any]: ...
     def tell(self, name: str, call: Call) -> None: ...
     def replicas(self, name: str) -> Sequence[str]: ...
+    def pick(self, name: str) -> str: ...
+    def watch(self, name: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Struct, frozen=True):
     """A message: which handler, with what, and whether it may run twice."""
 
     method: str
@@ -75,7 +80,7 @@ class Ref(Generic[A]):
         (this ref's, or the asker's own if that is nearer); ActorStopped if either side is stopping;
         DeadlockError if the one asked is waiting for this answer.
         """
-        return _transport().ask([self._one()], Call.of(message, args, kwargs), self.timeout_s)[0]
+        return _transport().ask([self.name], Call.of(message, args, kwargs), self.timeout_s)[0]
 
     def ask_soon(
         self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
@@ -87,7 +92,7 @@ class Ref(Generic[A]):
 
         The deadline counts from now.
         """
-        return _transport().ask_soon(self._one(), Call.of(message, args, kwargs), self.timeout_s)
+        return _transport().ask_soon(self.name, Call.of(message, args, kwargs), self.timeout_s)
 
     def ask_each(
         self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
@@ -98,19 +103,31 @@ class Ref(Generic[A]):
 
     def tell(self, message: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send and go on. If the handler raises, its actor dies of it and is restarted."""
-        _transport().tell(self._one(), Call.of(message, args, kwargs))
+        _transport().tell(self.name, Call.of(message, args, kwargs))
+
+    def any(self) -> Ref[A]:
+        """The address of one replica: the one with the fewest of this actor's messages to handle, in turn among
+        equals; one that is down only if all are."""
+        return replace(self, name=_transport().pick(self.name))
+
+    def watch(self) -> None:
+        """Call this actor's `on_down` at the end of each incarnation of that one, or of each of its replicas: once
+        for each, at once if it is dead already. A restarted actor watches anew.
+
+        Raises RolecallError for an actor on another machine.
+        """
+        _transport().watch(self.name)
 
     def within(self, timeout_s: float) -> Ref[A]:
         """The same address with another deadline, in seconds."""
         return replace(self, timeout_s=timeout_s)
 
-    def _one(self) -> str:
-        names = _transport().replicas(self.name)
-        if len(names) != 1:
-            raise RolecallError(
-                f"{self.name} has {len(names)} replicas: use ask_each, or a ref to one of {', '.join(names)}"
-            )
-        return names[0]
+
+def only_one(name: str, replicas: Sequence[str]) -> str:
+    """The replica that a role's name stands for. Raises RolecallError if there are several."""
+    if len(replicas) != 1:
+        raise RolecallError(f"{name} has {len(replicas)} replicas: use ask_each for all, any() for one")
+    return replicas[0]
 
 
 _current: Transport | None = None

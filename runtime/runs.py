@@ -14,17 +14,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
-from .endpoint import quiet_socket
+from .control import ActorStatus, ListActors, StopRun, supervisor_path
 from .errors import Unrecoverable
 from .files import read_lines, write_whole
-from .supervisor import ActorStatus, ListActors, StopRun
+from .sockets import Connection, connect
 
 __all__ = ["RunFolder", "RunInfo", "create_run", "find_run"]
 
@@ -81,21 +81,20 @@ class RunFolder:
     def _ask_supervisor(self, message: ListActors | StopRun, *, answer: bool) -> bytes:
         if not self.live:
             raise Unrecoverable(f"run {self.path.name} is not live: it has ended", exit_code=2)
-        context = zmq.Context()
-        socket = quiet_socket(context, zmq.DEALER)
-        try:
-            socket.connect(f"ipc://{self.info.sockets}/supervisor")
-            socket.send(msgspec.msgpack.encode(message))
-            if not answer:
-                socket.close(linger=int(ANSWER_TIMEOUT_S * 1000))
-                return b""
-            if not socket.poll(int(ANSWER_TIMEOUT_S * 1000)):
-                raise Unrecoverable(
-                    f"the supervisor of {self.path.name} (pid {self.info.pid}) does not answer"
-                )
-            return socket.recv()
-        finally:
-            context.destroy()
+        silent = Unrecoverable(
+            f"the supervisor of {self.path.name} (pid {self.info.pid}) does not answer: it is ending or frozen"
+        )
+        with select.epoll() as poller:
+            try:
+                supervisor = Connection(connect(supervisor_path(Path(self.info.sockets))), poller)
+            except (ConnectionRefusedError, FileNotFoundError):
+                raise silent from None
+            supervisor.send(msgspec.msgpack.encode(message))
+            reply = None
+            if answer and not (poller.poll(ANSWER_TIMEOUT_S) and (reply := supervisor.receive())):
+                raise silent
+            supervisor.close()
+            return bytes(reply or b"")
 
 
 def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:

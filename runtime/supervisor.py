@@ -6,7 +6,6 @@ tells everybody who lives where; messages between actors never pass through it.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import shutil
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import zmq
 from msgspec import json, msgpack
 
 from .child import Child, Leftovers, RestartBudget, describe_exit, tail
@@ -25,6 +23,7 @@ from .control import (
     ActorStatus,
     DeadLetter,
     Ending,
+    FromActor,
     Hello,
     ListActors,
     Member,
@@ -35,18 +34,18 @@ from .control import (
     StopRun,
     ending_path,
     page_path,
-    quiet_socket,
 )
 from .forkserver import ForkServer, become_subreaper
 from .graph import Graph, Restart, Strategy
 from .page import Page
 from .process import Spec
 from .remote import RemoteActor
+from .sockets import Connection
+from .switchboard import Switchboard
 
 __all__ = ["Observer", "Outcome", "Supervisor"]
 
 LEFTOVERS_TIMEOUT_S = 2.0
-LAST_WORDS_MS = 20  # what a process said just before its end has left it, but may not be here yet
 
 
 _from_actor = msgpack.Decoder(Ready | Hello | Report | DeadLetter | ListActors | StopRun)
@@ -103,6 +102,7 @@ class Supervisor:
         self._leftovers = Leftovers()
         self._ending: Outcome | None = None
         self._stop_signals = 0
+        self._changed: dict[str, Child] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # --- the run -----------------------------------------------------------------------------------------
@@ -111,9 +111,8 @@ class Supervisor:
         """Start everybody, keep them alive until the run is over, stop everybody."""
         become_subreaper()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._zmq = zmq.Context()
-        self._router = quiet_socket(self._zmq, zmq.ROUTER)
-        self._router.bind(f"ipc://{self.sockets}/supervisor")
+        self._switchboard = Switchboard(self.sockets)
+        self._switchboard.add(self._wake)
         try:
             while self._ending is None or any(child.alive for child in self.children):
                 self._advance()
@@ -155,11 +154,9 @@ class Supervisor:
             child.kill()
             if child.alive:
                 self._reap(child)
-        while self._router.poll(LAST_WORDS_MS):
-            self._hear(*self._router.recv_multipart())
+        self._hear_all()
         self._leftovers.reap(LEFTOVERS_TIMEOUT_S)
-        self._router.close()
-        self._zmq.term()
+        self._switchboard.close()
         os.close(self._wake)
         shutil.rmtree(self.sockets)
 
@@ -169,6 +166,7 @@ class Supervisor:
         if self._forks is None and self._ending is None and self.clock() >= self._forks_not_before:
             sessions = [child.pid for child in self.children if child.alive]
             self._forks = ForkServer(self.folder / "logs" / "forkserver.log", self.sockets, sessions)
+            self._switchboard.add(self._forks.fileno())
         doomed = [child for child in self.children if child.alive and (self._ending or child.doomed)]
         if doomed:
             last = max(child.position for child in doomed)
@@ -220,44 +218,43 @@ class Supervisor:
     # --- hearing -----------------------------------------------------------------------------------------
 
     def _listen(self, timeout_s: float) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        if self._forks is not None:
-            poller.register(self._forks.fileno(), zmq.POLLIN)
-        for child in self.children:
-            if child.alive:
-                poller.register(child.pidfd, zmq.POLLIN)
-        ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
+        ready = self._switchboard.poll(timeout_s)
         if self._wake in ready:
             os.eventfd_read(self._wake)
         if self._forks is not None and self._forks.fileno() in ready:
             self._hear_forkserver(self._forks)
-        while self._router.poll(0):
-            self._hear(*self._router.recv_multipart())
+        self._hear_all()
         for child in self.children:
             if child.alive and child.pidfd in ready:
                 self._reap(child)
         self._leftovers.reap()
+        self._tell_changes()
 
-    def _hear(self, identity: bytes, frame: bytes) -> None:
-        message = _from_actor.decode(frame)
-        if isinstance(message, ListActors):
-            self._router.send_multipart([identity, json.encode(self.status())])
-        elif isinstance(message, StopRun):
-            self.stop()
-        else:
-            name, _, incarnation = identity.decode().rpartition(".")
-            child = self._by_name[name]
-            if child.incarnation == int(incarnation) or isinstance(message, Report | DeadLetter):
-                self._hear_actor(child, message)  # a dead one's last words still count
+    def _hear_all(self) -> None:
+        for caller, frame in self._switchboard.heard():
+            self._hear(caller, _from_actor.decode(frame))
 
-    def _hear_actor(self, child: Child, message: Ready | Hello | Report | DeadLetter) -> None:
+    def _hear(self, caller: Connection, message: FromActor | ListActors | StopRun) -> None:
         match message:
-            case Hello():
-                self._send(child, self._membership())
+            case ListActors():
+                caller.send(json.encode(self.status()))
+            case StopRun():
+                self.stop()
+            case Hello(name=name, incarnation=incarnation):
+                self._switchboard.introduce(caller, name, incarnation)
+                everybody = Membership([self._member(child) for child in self.children])
+                caller.send(msgpack.encode(everybody))
+            case _:
+                who = self._switchboard.actor(caller)
+                if who is not None:
+                    self._hear_actor(*who, message)
+
+    def _hear_actor(self, name: str, incarnation: int, message: Ready | Report | DeadLetter) -> None:
+        child = self._by_name[name]
+        match message:
             case Ready():
-                self._set_state(child, "up")
+                if child.incarnation == incarnation:
+                    self._set_state(child, "up")
             case Report(values=values):
                 self.observer.on_report(child.name, values)
             case DeadLetter(receiver=receiver, method=method, reason=reason):
@@ -268,7 +265,7 @@ class Supervisor:
     def _hear_forkserver(self, forks: ForkServer) -> None:
         reply = forks.reply()
         if reply is not None:
-            self._by_name[reply["name"]].adopt(reply["pid"])
+            self._adopt(reply)
             return
         # It died. Whoever it had not forked yet is asked for again.
         status = self._bury_forkserver(forks)
@@ -278,11 +275,16 @@ class Supervisor:
             if child.state == "spawning":
                 child.state = "waiting"
 
+    def _adopt(self, reply: dict[str, Any]) -> None:
+        child = self._by_name[reply["name"]]
+        child.adopt(reply["pid"])
+        self._switchboard.add(child.pidfd)
+
     def _bury_forkserver(self, forks: ForkServer) -> int:
         """Kill it if it lives, and adopt whom it has forked. Returns its exit status."""
         status = forks.kill()
         while reply := forks.reply():
-            self._by_name[reply["name"]].adopt(reply["pid"])
+            self._adopt(reply)
         self._leftovers.add(forks.pid)
         forks.close()
         self._forks = None
@@ -292,6 +294,7 @@ class Supervisor:
 
     def _reap(self, child: Child) -> None:
         status = child.reap()
+        self._switchboard.forget(child.name, child.incarnation)
         self._leftovers.add(child.pid)
         if self._forks is not None:
             self._forks.send({"forget": child.pid})
@@ -362,29 +365,24 @@ class Supervisor:
 
     def _set_state(self, child: Child, state: str) -> None:
         child.state = state
+        self._changed[child.name] = child
         self.observer.on_state(child.name, state)
-        membership = self._membership()
-        for other in self.children:
-            if other.state in ("starting", "up", "stopping"):
-                self._send(other, membership)
 
-    def _membership(self) -> Membership:
+    def _tell_changes(self) -> None:
+        """Everybody who is there hears what has changed since the last time."""
+        if self._changed:
+            frame = msgpack.encode(Membership([self._member(child) for child in self._changed.values()]))
+            self._changed.clear()
+            for child in self.children:
+                self._switchboard.send(child.name, child.incarnation, frame)
+
+    def _member(self, child: Child) -> Member:
         states = {"up": "up", "stopping": "up", "done": "gone", "gone": "gone"}
-        members = []
-        for child in self.children:
-            state = states.get(child.state, "down")
-            members.append(Member(child.name, child.role.name, child.incarnation, state, child.reason))
-        return Membership(members)
+        state = states.get(child.state, "down")
+        return Member(child.name, child.role.name, child.incarnation, state, child.reason)
 
     def _send(self, child: Child, message: Membership | Stop) -> None:
-        try:
-            self._router.send_multipart(
-                [f"{child.name}.{child.incarnation}".encode(), msgpack.encode(message)]
-            )
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            # It has not said hello yet, and hears everything when it does; or it has just died.
+        self._switchboard.send(child.name, child.incarnation, msgpack.encode(message))
 
     def status(self) -> list[ActorStatus]:
         """Every actor, for `rolecall ps`."""
@@ -395,5 +393,9 @@ class Supervisor:
             if child.alive:
                 pid = child.pid
                 handling_s = Page(page_path(self.sockets, child.name)).running_for_s(now)
-            found.append(ActorStatus(child.name, pid, child.state, child.restarts, handling_s))
+            found.append(
+                ActorStatus(
+                    child.name, pid, child.state, child.incarnation, child.restarts, 0, None, handling_s, 0
+                )
+            )
         return found

@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import msgpack
 
-from .actor import Actor
+from .actor import Actor, Down
 from .control import DeadLetter, FromActor, Ready, Report, page_path
 from .errors import ActorStopped, DeadlockError
 from .graph import Graph, Role
 from .mailbox import Incoming, Mailbox
 from .page import Page
 from .process import Life, Spec
-from .ref import Call, bind_transport
-from .wire import Header, Kind, decode_body, encode_body
+from .ref import Call, bind_transport, only_one
+from .wire import Header, Kind, decode_body, encode_body, encode_call
 
 __all__ = ["LocalRun"]
 
@@ -144,6 +144,12 @@ class LocalRun:
     def replicas(self, name: str) -> Sequence[str]:
         return self.graph[name].members if name in self.graph else [name]
 
+    def pick(self, name: str) -> str:
+        return min(self.replicas(name), key=lambda replica: len(self._actors[replica].mailbox))
+
+    def watch(self, name: str) -> None:
+        assert self._current is not None
+
 
 class _Killed(BaseException):
     """Unwinds the thread of an actor whose run has failed."""
@@ -181,7 +187,8 @@ class _LocalActor:
         self.page = Page(page_path(run._pages, name))
         self.chain: tuple[str, ...] = ()
         self.deadline = float("inf")
-        self.stopping = False
+        self.stopping = self.again = False
+        self.downs: deque[Down] = deque()
         self.dead_letters: list[tuple[str, str, str]] = []
         self.started = self.ready = self.done = self.killed = False
         self.error: BaseException | None = None
@@ -240,15 +247,16 @@ class _LocalActor:
             self.asking = ""
 
     def post(self, name: str, call: Call, deadline: float | None) -> _Answer:
-        chain = (*self.chain, self.name)
-        if deadline is not None and name in chain:
+        name = only_one(name, self.run.replicas(name))
+        chain = () if deadline is None else (*self.chain, self.name)
+        if name in chain:
             raise DeadlockError.of(chain, name, call.method)
         self._seq += 1
         kind = Kind.TELL if deadline is None else Kind.ASK
         header = Header(kind, self._seq, self.incarnation, deadline or 0.0, chain, call.method)
         answer = _Answer(self, f"{name}.{call.method}", deadline or float("inf"))
         receiver = self.run._actors[name]
-        message = Incoming(header, *encode_body((call.method, call.args, call.kwargs)), answer)
+        message = Incoming(header, *encode_call(call.args, call.kwargs), answer)
         if receiver.done:
             answer.set(Kind.ERROR, ActorStopped(f"{name} has stopped"))
             if kind is Kind.TELL:
@@ -262,6 +270,9 @@ class _LocalActor:
     def now(self) -> float:
         return self.run.now
 
+    def now_ns(self) -> int:
+        return int(self.run.now * 1e9)
+
     def wait(self, timeout_s: float | None) -> None:
         until = float("inf") if timeout_s is None else self.run.now + timeout_s
         self._pause(lambda: self.mailbox.ready or self.stopping, until)
@@ -269,7 +280,10 @@ class _LocalActor:
     def breathe(self) -> None:
         """Nothing waits to be sent here."""
 
-    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None:
+    def handled(self, message: Incoming) -> None:
+        message.route.set(Kind.DONE, None)
+
+    def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         message.route.set(kind, value)
 
     def to_supervisor(self, frame: bytes) -> None:

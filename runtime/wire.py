@@ -1,14 +1,14 @@
 """How messages look between two processes of one machine.
 
-A datagram is one ZeroMQ message, of as many records as were waiting to be sent:
+A datagram holds as many records as were waiting to be sent:
 
-    to an actor      frame 0: (header, body) records       frames 1…: large buffers of the one record there is
-    back from it     frame 0: (kind, seq, body) records    frames 1…: the same
+    to an actor      head (kind, seq, sender, deadline), label (call chain, method), body, buffers
+    back from it     head (kind, seq), body, buffers
 
-A header (kind, seq, sender's incarnation, deadline, call chain, method) is never pickled: routing, accounting
-and dead letters need no user code. A body is pickle protocol 5 of (method, args, kwargs), or of the answer.
-Pickles cross only sockets inside a directory that this user made with mode 0700; nothing from another machine
-comes this way.
+Heads and labels are never pickled: routing, accounting and dead letters need no user code. A body is pickle
+protocol 5 of (args, kwargs), or of the answer; buffers are the large parts it left out. A record that is too
+large for a datagram goes beside it (see sockets). Pickles cross only sockets inside a directory that this user
+made with mode 0700; nothing from another machine comes this way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from io import BytesIO
 from types import FunctionType
 from typing import Any
 
 import cloudpickle
 from msgspec import Struct, msgpack
+
+from .sockets import MAX_DATAGRAM, Parcel
 
 __all__ = [
     "Header",
@@ -33,8 +36,10 @@ __all__ = [
     "encode_body",
     "encode_call",
     "pack_done",
+    "pack_label",
     "pack_message",
     "pack_reply",
+    "seqs_done",
     "unpack_messages",
     "unpack_replies",
 ]
@@ -48,7 +53,7 @@ class Kind(IntEnum):
     DONE = 4  # a tell was handled: its sender may forget it
 
 
-class Header(Struct, frozen=True, array_like=True):
+class Header(Struct, frozen=True, gc=False):
     """What is known of a message without opening it.
 
     seq:      grows with every message of one sender, so (sender, seq) names a message for ever.
@@ -65,49 +70,104 @@ class Header(Struct, frozen=True, array_like=True):
     method: str
 
 
-_LENGTHS = struct.Struct("=II")
-_REPLY = struct.Struct("=BQQ")
-_header_encoder = msgpack.Encoder()
-_header_decoder = msgpack.Decoder(Header)
+_HEAD = struct.Struct("=BHIQQQd")  # kind, label's length, buffers, body's length, seq, sender, deadline
+_REPLY = struct.Struct("=BIQQ")  # kind, buffers, body's length, seq
+_ALIGNMENT = 64  # of large buffers, for whoever computes on them
+_KINDS = tuple(Kind)
 
 
-def pack_message(header: Header, body: bytes) -> bytes:
-    """A record for an actor."""
-    head = _header_encoder.encode(header)
-    return b"".join((_LENGTHS.pack(len(head), len(body)), head, body))
+@lru_cache(4096)
+def pack_label(chain: tuple[str, ...], method: str) -> bytes:
+    return msgpack.encode((chain, method))
 
 
-def unpack_messages(data: bytes) -> Iterator[tuple[Header, memoryview]]:
-    """Header and body of each record."""
-    view, at = memoryview(data), 0
+@lru_cache(4096)
+def _open_label(label: bytes) -> tuple[tuple[str, ...], str]:
+    return msgpack.decode(label, type=tuple[tuple[str, ...], str])
+
+
+def pack_message(
+    kind: Kind, seq: int, sender: int, deadline: float, label: bytes, body: bytes, buffers: Sequence[Any] = ()
+) -> bytes | Parcel:
+    """A record for an actor; as in `Header`, with chain and method as `pack_label` packs them."""
+    head = _HEAD.pack(kind, len(label), len(buffers), len(body), seq, sender, deadline)
+    return _record(head + label, body, buffers)
+
+
+def unpack_messages(data: bytes | memoryview) -> Iterator[tuple[Header, bytes | memoryview, Sequence[Any]]]:
+    """Header, body and buffers of each record."""
+    at = 0
     while at < len(data):
-        head, body = _LENGTHS.unpack_from(data, at)
-        middle = at + _LENGTHS.size + head
-        at, start = middle + body, at + _LENGTHS.size
-        yield _header_decoder.decode(view[start:middle]), view[middle:at]
+        kind, label_size, count, body_size, seq, sender, deadline = _HEAD.unpack_from(data, at)
+        body_at = at + _HEAD.size + label_size
+        chain, method = _open_label(bytes(data[at + _HEAD.size : body_at]))
+        end = body_at + body_size
+        body, buffers = data[body_at:end], ()
+        if count:
+            buffers, end = _open_buffers(data, at, end, count)
+        at = end
+        yield Header(_KINDS[kind], seq, sender, deadline, chain, method), body, buffers
 
 
-def pack_reply(kind: Kind, seq: int, body: bytes) -> bytes:
+def pack_reply(kind: Kind, seq: int, body: bytes, buffers: Sequence[Any] = ()) -> bytes | Parcel:
     """A record back to a sender."""
-    return _REPLY.pack(kind, seq, len(body)) + body
+    return _record(_REPLY.pack(kind, len(buffers), len(body), seq), body, buffers)
 
 
 def pack_done(seqs: Sequence[int]) -> bytes:
     """One record for all these tells."""
-    return pack_reply(Kind.DONE, 0, struct.pack(f"={len(seqs)}Q", *seqs))
+    body = struct.pack(f"={len(seqs)}Q", *seqs)
+    return _REPLY.pack(Kind.DONE, 0, len(body), 0) + body
 
 
-def unpack_replies(data: bytes) -> Iterator[tuple[Kind, int, memoryview]]:
-    """Kind, seq and body of each record; one of several tells comes as several."""
-    view, at = memoryview(data), 0
+def seqs_done(body: bytes | memoryview) -> Sequence[int]:
+    """Which tells a record of kind DONE is about."""
+    return struct.unpack(f"={len(body) // 8}Q", body)
+
+
+def unpack_replies(
+    data: bytes | memoryview,
+) -> Iterator[tuple[Kind, int, bytes | memoryview, Sequence[Any]]]:
+    """Kind, seq, body and buffers of each record."""
+    at = 0
     while at < len(data):
-        kind, seq, length = _REPLY.unpack_from(data, at)
-        start, at = at + _REPLY.size, at + _REPLY.size + length
-        if kind == Kind.DONE:
-            for (done,) in struct.iter_unpack("=Q", view[start:at]):
-                yield Kind.DONE, done, view[:0]
-        else:
-            yield Kind(kind), seq, view[start:at]
+        kind, count, body_size, seq = _REPLY.unpack_from(data, at)
+        end = at + _REPLY.size + body_size
+        body, buffers = data[at + _REPLY.size : end], ()
+        if count:
+            buffers, end = _open_buffers(data, at, end, count)
+        at = end
+        yield _KINDS[kind], seq, body, buffers
+
+
+def _record(head: bytes, body: bytes, buffers: Sequence[Any]) -> bytes | Parcel:
+    if not buffers:
+        return head + body if len(body) < MAX_DATAGRAM // 2 else Parcel([head, body])
+    chunks: list[bytes | memoryview] = [
+        head,
+        body,
+        struct.pack(f"={len(buffers)}Q", *(len(buffer) for buffer in buffers)),
+    ]
+    size = sum(map(len, chunks))
+    for buffer in buffers:
+        padding = -size % _ALIGNMENT
+        chunks += [bytes(padding), buffer]
+        size += padding + len(buffer)
+    return b"".join(chunks) if size <= MAX_DATAGRAM else Parcel(chunks)
+
+
+def _open_buffers(data: bytes | memoryview, start: int, at: int, count: int) -> tuple[list[Any], int]:
+    """The buffers of the record that begins at `start`, whose sizes stand at `at`; and where it ends."""
+    sizes = struct.unpack_from(f"={count}Q", data, at)
+    at += 8 * count
+    buffers: list[Any] = []
+    for size in sizes:
+        at += (start - at) % _ALIGNMENT
+        part = data[at : at + size]
+        # Writable either way: what lies beside is mapped copy-on-write, what came with others is copied.
+        buffers.append(bytearray(part) if isinstance(part, bytes) else part)
+        at += size
+    return buffers, at
 
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
@@ -169,11 +229,10 @@ def _rebuild_tensor(memory: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(memory, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
 
 
-def encode_body(value: Any) -> tuple[bytes, list[Any]]:
-    """A pickle, and the large buffers it left out.
+def encode_body(value: Any) -> tuple[bytes, list[memoryview]]:
+    """A pickle, and the buffers it left out, which alias the value's memory.
 
-    The buffers alias the value's memory: whoever sends must not change it afterwards. Raises what the
-    value's own pickling raises.
+    Raises what the value's own pickling raises.
     """
     if type(value) in _ATOMS:
         return pickle.dumps(value, protocol=5), []
@@ -188,11 +247,15 @@ def encode_body(value: Any) -> tuple[bytes, list[Any]]:
     raise AssertionError("cloudpickle takes everything by value")
 
 
-def encode_call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Any]]:
-    """`encode_body` of the three; quicker where nothing can be large or need a reducer."""
-    if not kwargs and all(type(argument) in _ATOMS for argument in args):
-        return pickle.dumps((method, args, kwargs), protocol=5), []
-    return encode_body((method, args, kwargs))
+def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[memoryview]]:
+    """`encode_body` of the two; quicker where nothing can need a reducer."""
+    for argument in args:
+        if type(argument) not in _ATOMS:
+            break
+    else:
+        if not kwargs:
+            return pickle.dumps((args, kwargs), protocol=5), []
+    return encode_body((args, kwargs))
 
 
 def decode_body(body: bytes | memoryview, buffers: Sequence[Any]) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 from rolecall import Actor, NotYet, idempotent
+from rolecall.runtime.actor import Down
 from rolecall.runtime.mailbox import Incoming, Mailbox
 from rolecall.runtime.page import ASIDE, Page
 from rolecall.runtime.process import Life, Spec
@@ -103,16 +105,20 @@ class Support:
         self.chain: tuple[str, ...] = ()
         self.deadline = float("inf")
         self.stopping = False
+        self.downs: deque[Down] = deque()
         self.dead_letters: list[tuple[str, str, str]] = []
         self.seq, self.time, self.most = 0, 100.0, 0
 
     def now(self) -> float:
         return self.time
 
+    def now_ns(self) -> int:
+        return int(self.time * 1e9)
+
     def wait(self, timeout_s: float | None) -> None:
         self.most = max(self.most, len(self.mailbox))
         self.time += 1.0
-        body = encode_body(("put", (), {}))
+        body = encode_body(((), {}))
         for _ in range(100):
             self.seq += 1
             self.mailbox.put(Incoming(Header(Kind.ASK, self.seq, 1, self.time + 5.0, (), "put"), *body))
@@ -120,7 +126,9 @@ class Support:
 
     def breathe(self) -> None: ...
 
-    def answer(self, message: Incoming, kind: Kind, value: Any = None) -> None: ...
+    def handled(self, message: Incoming) -> None: ...
+
+    def answer(self, message: Incoming, kind: Kind, value: Any) -> None: ...
 
     def to_supervisor(self, frame: bytes) -> None: ...
 

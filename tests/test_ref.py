@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rolecall import Actor, Ref, RolecallError, idempotent
 from rolecall.runtime.peer import Heard
-from rolecall.runtime.ref import DEFAULT_TIMEOUT_S, Call, bind_transport
+from rolecall.runtime.ref import DEFAULT_TIMEOUT_S, Call, bind_transport, only_one
 
 
 class Counter(Actor):
@@ -76,13 +76,10 @@ def test_ask_each_asks_all_replicas_at_once(transport: Recorder):
     assert [names for names, _, _ in transport.asked] == [["worker-0", "worker-1"]]
 
 
-def test_one_of_many_must_be_named(transport: Recorder):
-    with pytest.raises(
-        RolecallError, match="worker has 2 replicas: use ask_each, or a ref to one of worker-0, worker-1"
-    ):
-        Ref[Counter]("worker").ask(Counter.read)
-    with pytest.raises(RolecallError, match="ask_each"):
-        Ref[Counter]("worker").tell(Counter.add, 1)
+def test_one_of_many_must_be_named():
+    assert only_one("worker", ["worker-1"]) == "worker-1"
+    with pytest.raises(RolecallError, match="worker has 2 replicas: use ask_each for all, any.. for one"):
+        only_one("worker", ["worker-0", "worker-1"])
 
 
 def test_outside_an_actor_it_says_where_it_works():

@@ -308,7 +308,7 @@ def main() -> None:
     result = {name: round(value, 3) for name, value in result.items()}
     result["peers"] = {name: _peer(name, options.scripts) for name in options.peers.split(",") if name}
     if options.json:
-        print(json.dumps({**result, "raw_ask_us": round(values["raw ask"] * 1e6, 1)}))
+        print(json.dumps({**result, "raw_ask_us": round(values["raw ask"] * 1e6, 1), "v": values}))
     else:
         for name, value in result.items():
             print(f"{name:<12} {value}")

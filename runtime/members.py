@@ -1,0 +1,60 @@
+"""Who lives where, as the supervisor last said, and which deaths an actor still has to hear of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from .actor import Down
+from .control import Member, by_role
+
+__all__ = ["Members"]
+
+
+class Members:
+    """The members of a run by name, in the order of the graph.
+
+    replicas: of each role, the members that are not gone; if all are, the first, so that asking it says so.
+    downs:    ends of watched incarnations that the actor has not been told of.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Member] = {}
+        self.downs: deque[Down] = deque()
+        self.news = False  # since somebody last set it to False
+        self.replicas: dict[str, list[str]] = {}
+        self._ended: dict[str, int] = {}  # of each watched name, the last incarnation whose end was told
+
+    def hear(self, members: Iterable[Member]) -> None:
+        """These have changed."""
+        for member in members:
+            before = self.by_name.get(member.name)
+            self.by_name[member.name] = member
+            if member.name in self._ended:
+                if before is not None and before.incarnation != member.incarnation:
+                    self._end(before, member.reason, final=False)
+                self._look_at(member)
+        self.replicas = by_role(list(self.by_name.values()))
+        self.news = True
+
+    def place(self, name: str) -> int:
+        """Its place in the order of the graph, which is the supervisor's, too; -1: it is not in it."""
+        return list(self.by_name).index(name) if name in self.by_name else -1
+
+    def watch(self, role: str) -> None:
+        """Give the end of each incarnation of its replicas to `downs`, at once if one is dead already."""
+        for name in self.replicas.get(role, [role]):
+            if name not in self._ended:
+                self._ended[name] = 0
+                if name in self.by_name:
+                    self._look_at(self.by_name[name])
+
+    def _look_at(self, member: Member) -> None:
+        if member.state in ("down", "gone"):
+            self._end(member, member.reason, final=member.state == "gone")
+
+    def _end(self, member: Member, reason: str, *, final: bool) -> None:
+        # Incarnations grow, and one that was never started has none.
+        if member.incarnation > self._ended[member.name]:
+            self._ended[member.name] = member.incarnation
+            self.downs.append(Down(member.name, member.incarnation, reason, final))

@@ -1,0 +1,150 @@
+"""Connections between processes of one machine: whole datagrams, in order, until one of the two ends.
+
+Unix sockets of type SEQPACKET in a directory that only this user may enter. What is large goes beside: it is
+written once into memory that has a file descriptor, the datagram carries the descriptor, and the receiver maps
+that memory, as its own copy-on-write.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import mmap
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["MAX_DATAGRAM", "Connection", "Parcel", "connect", "listen"]
+
+MAX_DATAGRAM = 64 << 10  # bytes; what is larger goes beside
+_SEND_BUFFER = 1 << 20  # bytes the kernel keeps for a receiver that is busy, if it lets us
+_BESIDE = b"\0"  # a datagram that is only there to carry a descriptor: no record has one byte
+_ANCILLARY = socket.CMSG_SPACE(4)
+_FULL = {errno.EAGAIN, errno.ETOOMANYREFS}
+_ENDED = {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED, errno.ENOENT}
+
+
+class Parcel:
+    """Bytes in memory that another process can map. They live as long as this object or a map of them."""
+
+    def __init__(self, chunks: Sequence[bytes | memoryview]) -> None:
+        self.fd = os.memfd_create("rolecall")
+        self.size = 0
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            while view:
+                written = os.write(self.fd, view)  # not more than 2 GB at once
+                self.size += written
+                view = view[written:]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class Connection:
+    """One end of a connection. Sends and receives without waiting; `backlog` is what the kernel had no room for.
+
+    Registered with `poller` for input, and for output while there is a backlog. `ended`: the other end is gone,
+    and everything it had said has been received; what is sent now is lost.
+    """
+
+    def __init__(self, connected: socket.socket, poller: select.epoll) -> None:
+        connected.setblocking(False)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        self._socket, self._poller = connected, poller
+        self.backlog: deque[bytes | Parcel] = deque()
+        self.ended = False
+        poller.register(connected, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, datagram: bytes | Parcel) -> None:
+        """After what was sent before it."""
+        if self.ended:
+            return
+        if isinstance(datagram, bytes) and len(datagram) > MAX_DATAGRAM:
+            datagram = Parcel([datagram])
+        if self.backlog or not self._try(datagram):
+            self.backlog.append(datagram)
+            if len(self.backlog) == 1:
+                self._poller.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
+
+    def flush(self) -> None:
+        """Send what the kernel has room for now."""
+        while self.backlog and self._try(self.backlog[0]):
+            self.backlog.popleft()
+        if not self.backlog and not self.ended:
+            self._poller.modify(self._socket, select.EPOLLIN)
+
+    def _try(self, datagram: bytes | Parcel) -> bool:
+        """Whether it need not be tried again."""
+        try:
+            if isinstance(datagram, bytes):
+                self._socket.send(datagram)
+            else:
+                descriptor = array.array("i", [datagram.fd])
+                self._socket.sendmsg([_BESIDE], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
+        except OSError as error:
+            if error.errno in _FULL:
+                return False
+            if error.errno not in _ENDED:
+                raise
+        return True
+
+    def receive(self) -> bytes | memoryview | None:
+        """The next datagram. None: there is none now, or, if `ended`, there will be none."""
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            data, ancillary = b"", []
+        if ancillary:
+            return _open_parcel(array.array("i", ancillary[0][2])[0])
+        if not data:
+            self.ended = True
+            return None
+        return data
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._poller.unregister(self._socket)
+            self._socket.close()
+        self.ended = True
+        self.backlog.clear()
+
+
+def _open_parcel(fd: int) -> memoryview:
+    try:
+        size = os.fstat(fd).st_size
+        return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    finally:
+        os.close(fd)
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that others connect to at `path`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen(4096)
+    listener.setblocking(False)
+    return listener
+
+
+def connect(path: Path) -> socket.socket:
+    """A connection to whoever listens at `path`. Raises ConnectionRefusedError or FileNotFoundError: nobody."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connected.connect(str(path))
+    except BaseException:
+        connected.close()
+        raise
+    return connected
