@@ -1,9 +1,4 @@
-"""One process's sockets: an inbox others send to, and one socket for each actor it sends to.
-
-Peer to peer: the supervisor only says who lives where. A sender keeps every message until it hears that it
-was handled; when the receiver dies the rest is sent again, in order, to its next incarnation, whose Page
-tells what was done before. So a message is handled exactly once for all kills in between, or its sender is
-told that it may have been.
+"""One process's connections: an inbox that others send to, an outbox, a line to the supervisor.
 
 Whoever waits (for a message, or for an answer) drives the sockets meanwhile. Several threads may wait; one of
 them drives for all. What is sent without waiting goes out with the next wait, in one datagram with whatever
@@ -24,11 +19,12 @@ from typing import Any
 
 from msgspec import msgpack
 
-from .control import Member, Stop, ToActor, inbox_path, page_path, supervisor_path
-from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError, RolecallError
+from .control import Stop, ToActor, inbox_path, page_path, supervisor_path
+from .errors import ActorStopped, AskTimeout, DeadlockError, RolecallError
 from .mailbox import Incoming, Mailbox
 from .members import Members
-from .page import Fate, Page
+from .outbox import Outbox
+from .page import Page
 from .peer import Heard, Outgoing, Peer, Pending, Replies, together
 from .ref import Answer, Call, only_one
 from .remote import RemoteActor
@@ -40,9 +36,7 @@ from .wire import (
     pack_label,
     pack_message,
     pack_reply,
-    seqs_done,
     unpack_messages,
-    unpack_replies,
 )
 
 __all__ = ["Endpoint"]
@@ -70,14 +64,11 @@ class Endpoint:
         self.chain: tuple[str, ...] = ()  # who waits for the message being handled
         self.deadline = float("inf")  # and until when
         self.stopping = self.again = False
-        self.dead_letters: list[tuple[str, str, str]] = []  # receiver, method, reason
         self._seq = 0
         self._members = Members()
         self.downs = self._members.downs
-        self._peers: dict[str, Peer] = {}
         self._picks = 0
         # What waits to be sent; only the thread that drives touches a socket.
-        self._unsent: dict[str, Peer] = {}
         self._replies = Replies()
         self._words: deque[bytes] = deque()  # for the supervisor
         self._lock = threading.Lock()
@@ -93,8 +84,11 @@ class Endpoint:
         self._poller.register(self._wake, select.EPOLLIN)
         self._poller.register(self._inbox, select.EPOLLIN)
         self._supervisor = Connection(connect(supervisor_path(sockets)), self._poller)
-        self._callers: dict[int, Connection] = {}  # by file descriptor: who sends to this actor,
-        self._callees: dict[int, Peer] = {}  # and whom it sends to
+        self._callers: dict[int, Connection] = {}  # who sends to this actor, by file descriptor
+        self._outbox = Outbox(
+            incarnation, sockets, self.page, self._members, self._poller, self._lock, self._transmit
+        )
+        self.dead_letters = self._outbox.dead_letters
 
     def now(self) -> float:
         """CLOCK_MONOTONIC seconds, which all processes of a machine share."""
@@ -125,7 +119,7 @@ class Endpoint:
         return min((*names[turn:], *names[:turn]), key=self._load)
 
     def _load(self, name: str) -> tuple[bool, int]:
-        member, peer = self._members.by_name.get(name), self._peers.get(name)
+        member, peer = self._members.by_name.get(name), self._outbox.peers.get(name)
         return member is None or member.state != "up", 0 if peer is None else len(peer.unhandled)
 
     def watch(self, name: str) -> None:
@@ -171,7 +165,7 @@ class Endpoint:
         self._raise_if_stopping()
 
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
-        peer = self._peers.get(name) or self._new_peer(name)
+        peer = self._outbox.peers.get(name) or self._new_peer(name)
         if pending is None:
             kind, until, chain = Kind.TELL, 0.0, ()  # nobody waits for it
         else:
@@ -187,7 +181,7 @@ class Endpoint:
             self._seq = seq = self._seq + 1
             record = pack_message(kind, seq, self.incarnation, until, label, body, buffers)
             peer.add(Outgoing(seq, call.method, call.idempotent, record, pending, self.now_ns()))
-            self._unsent[peer.name] = peer
+            self._outbox.unsent[peer.name] = peer
             if pending is not None:
                 pending.seq = seq
         if buffers or len(peer.unsent) >= BATCH:
@@ -195,7 +189,7 @@ class Endpoint:
 
     def _new_peer(self, name: str) -> Peer:
         name = only_one(name, self.replicas(name))
-        return self._peers.setdefault(name, Peer(name))
+        return self._outbox.peers.setdefault(name, Peer(name))
 
     def _send_soon(self) -> None:
         """Let the sending thread send what nobody's wait has sent by then."""
@@ -210,15 +204,17 @@ class Endpoint:
             self._late.wait()
             time.sleep(LATE_S)
             self._late.clear()
-            if self._unsent or self._replies.waiting or self._words:
+            if self._unsent():
                 self._drive(0.0, send_only=True)
             while self._stuck():
                 self._drive(POLL_S)
 
     def _stuck(self) -> bool:
         """Whether the kernel has no room for something that was sent."""
-        peers = [peer.connection for peer in list(self._peers.values())]
-        return any(link and link.backlog for link in (*peers, *list(self._callers.values())))
+        return self._outbox.stuck or any(caller.backlog for caller in list(self._callers.values()))
+
+    def _unsent(self) -> bool:
+        return bool(self._outbox.unsent or self._replies.waiting or self._words)
 
     def _wait_for_room(self, peer: Peer, deadline: float) -> None:
         while peer.full:
@@ -235,8 +231,7 @@ class Endpoint:
             left = pending.deadline - time.monotonic()
             if left <= 0:
                 pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
-                with self._lock:
-                    self._peers[pending.name].remove(pending.seq)
+                self._outbox.remove(pending.name, pending.seq)
                 return
             self._drive(min(left, POLL_S), pending)
 
@@ -260,7 +255,7 @@ class Endpoint:
         """Move messages for up to `timeout_s`, or until another thread that drives has settled `pending`."""
         with self._lock:
             if self._driving:
-                if self._unsent or self._replies.waiting or self._words:
+                if self._unsent():
                     os.eventfd_write(self._wake, 1)  # the driver sleeps in its poll: let it send them
                 if timeout_s and not (pending and pending.done):
                     self._sleepers += 1
@@ -282,7 +277,7 @@ class Endpoint:
         while True:
             self._flush()
             with self._lock:
-                if not (self._unsent or self._replies.waiting or self._words):
+                if not self._unsent():
                     self._driving = False
                     if self._sleepers:
                         self._turn.notify_all()
@@ -293,8 +288,8 @@ class Endpoint:
         self._drove_ns = time.monotonic_ns()
         for fd, event in ready:
             # One datagram of each: there is more to hear as long as it is ready again at the next turn.
-            if (peer := self._callees.get(fd)) is not None:
-                self._hear_answers(peer, event)
+            if (peer := self._outbox.callees.get(fd)) is not None:
+                self._outbox.hear(peer, event)
             elif (caller := self._callers.get(fd)) is not None:
                 self._hear_mail(caller, event)
             elif fd == self._inbox.fileno():
@@ -308,81 +303,16 @@ class Endpoint:
         """Send all that waits to be sent."""
         while self._words:
             self._supervisor.send(self._words.popleft())
-        while self._unsent:
-            _, peer = self._unsent.popitem()
-            self._send_to(peer)
+        self._outbox.flush()
         if self._replies.waiting:
             for caller, records in self._replies.take().items():
                 self._transmit(caller, records)
-
-    def _send_to(self, peer: Peer) -> None:
-        member = self._members.by_name.get(peer.name)
-        if member is not None and member.state == "up" and peer.incarnation != member.incarnation:
-            self._connect(peer, member)
-            return
-        with self._lock:
-            messages, peer.unsent = peer.unsent, []
-        if member is not None and member.state == "gone":
-            self._fail(peer, member)
-        elif peer.connection is not None:
-            self._transmit(peer.connection, [message.record for message in messages])
-        self._note(peer)
 
     def _transmit(self, connection: Connection, records: Sequence[bytes | Parcel]) -> None:
         for datagram in together(records):
             connection.send(datagram)
         if connection.backlog:
-            self._send_soon()  # nobody may wait here for long enough
-
-    def _note(self, peer: Peer) -> None:
-        """For `rolecall ps`."""
-        if peer.place >= 0:
-            self.page.note_sent(peer.place, len(peer.unhandled), peer.oldest_ns)
-
-    def _connect(self, peer: Peer, member: Member) -> None:
-        """Send all that the last incarnation has not handled to this one."""
-        self._disconnect(peer)
-        peer.incarnation = member.incarnation
-        peer.place = self._members.place(peer.name)
-        try:
-            link = connect(inbox_path(self.sockets, peer.name, member.incarnation))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return  # it has just died: the supervisor will say so
-        peer.connection = Connection(link, self._poller)
-        self._callees[peer.connection.fileno()] = peer
-        with self._lock:
-            messages, peer.unsent = list(peer.unhandled.values()), []
-        self._transmit(peer.connection, [message.record for message in messages])
-        self._note(peer)
-
-    def _disconnect(self, peer: Peer) -> None:
-        if peer.connection is None:
-            return
-        while (data := peer.connection.receive()) is not None:  # what it said last still counts
-            self._settle(peer, data)
-        del self._callees[peer.connection.fileno()]
-        peer.connection.close()
-        peer.connection = None
-
-    def _hear_answers(self, peer: Peer, event: int) -> None:
-        connection = peer.connection
-        assert connection is not None
-        if event & select.EPOLLOUT:
-            connection.flush()
-        data = connection.receive()
-        if data is not None:
-            self._settle(peer, data)
-        elif connection.ended:
-            self._disconnect(peer)
-
-    def _settle(self, peer: Peer, data: bytes | memoryview) -> None:
-        with self._lock:
-            for kind, seq, body, buffers in unpack_replies(data):
-                if kind is Kind.DONE:
-                    peer.strike(seqs_done(body))
-                elif (message := peer.remove(seq)) is not None and message.pending is not None:
-                    message.pending.answer(kind, body, buffers)
-        self._note(peer)
+            self._send_soon()  # this thread may not wait here again for long
 
     # --- the supervisor's word ---------------------------------------------------------------------------
 
@@ -402,22 +332,9 @@ class Endpoint:
         if isinstance(message, Stop):
             self.stopping, self.again = True, message.again
         else:
-            self._meet(message.members)
-
-    def _meet(self, members: list[Member]) -> None:
-        with self._lock:
-            self._members.hear(members)
-        for member in members:
-            peer = self._peers.get(member.name)
-            if peer is None:
-                continue
-            if member.state == "gone":
-                self._fail(peer, member)
-            elif member.state == "up":
-                if peer.incarnation != member.incarnation:
-                    self._connect(peer, member)
-            elif peer.incarnation:
-                self._lose(peer, member)
+            with self._lock:
+                self._members.hear(message.members)
+            self._outbox.meet(message.members)
 
     def _forget_the_dead(self) -> None:
         """In the thread that handles messages: the page is its."""
@@ -431,37 +348,6 @@ class Endpoint:
         for sender in self.page.senders - alive:
             if sender <= newest:
                 self.page.forget(sender)
-
-    def _lose(self, peer: Peer, member: Member) -> None:
-        """Its actor died: an ask that had begun and must not run twice ends here; the rest waits for the next."""
-        self._disconnect(peer)
-        peer.incarnation = 0
-        page = Page(page_path(self.sockets, peer.name))
-        for seq, message in list(peer.unhandled.items()):
-            pending = message.pending
-            if pending is None or message.idempotent or page.fate(self.incarnation, seq) is Fate.NEW:
-                continue
-            with self._lock:
-                peer.remove(seq)
-            pending.fail(ActorDied(peer.name, member.reason, maybe_executed=True))
-
-    def _fail(self, peer: Peer, member: Member) -> None:
-        """Its actor is gone for good: tell every asker, and write down what was only told."""
-        self._disconnect(peer)
-        page = Page(page_path(self.sockets, peer.name))
-        for seq, message in list(peer.unhandled.items()):
-            with self._lock:
-                peer.remove(seq)
-            fate = page.fate(self.incarnation, seq)
-            if message.pending is not None:
-                if member.reason:
-                    began = fate is not Fate.NEW
-                    error: RolecallError = ActorDied(peer.name, member.reason, maybe_executed=began)
-                else:
-                    error = ActorStopped(f"{peer.name} has stopped")
-                message.pending.fail(error)
-            elif fate is not Fate.DONE:
-                self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))
 
     # --- receiving ---------------------------------------------------------------------------------------
 
