@@ -6,6 +6,7 @@ from .runtime import (
     ActorStopped,
     AskTimeout,
     DeadlockError,
+    Down,
     Finished,
     Graph,
     NotYet,
@@ -15,6 +16,7 @@ from .runtime import (
     Strategy,
     Unrecoverable,
     idempotent,
+    max_run_s,
 )
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "ActorStopped",
     "AskTimeout",
     "DeadlockError",
+    "Down",
     "Finished",
     "Graph",
     "NotYet",
@@ -32,4 +35,5 @@ __all__ = [
     "Strategy",
     "Unrecoverable",
     "idempotent",
+    "max_run_s",
 ]

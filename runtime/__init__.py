@@ -1,6 +1,6 @@
 """The actor runtime: supervised processes with mailboxes. It imports no torch and knows nothing of learning."""
 
-from .actor import Actor, idempotent
+from .actor import Actor, Down, idempotent, max_run_s
 from .errors import (
     ActorDied,
     ActorStopped,
@@ -20,6 +20,7 @@ __all__ = [
     "ActorStopped",
     "AskTimeout",
     "DeadlockError",
+    "Down",
     "Finished",
     "Graph",
     "NotYet",
@@ -29,4 +30,5 @@ __all__ = [
     "Strategy",
     "Unrecoverable",
     "idempotent",
+    "max_run_s",
 ]

@@ -43,7 +43,8 @@ class Members:
 
     def watch(self, role: str) -> None:
         """Give the end of each incarnation of its replicas to `downs`, at once if one is dead already."""
-        for name in self.replicas.get(role, [role]):
+        names = [member.name for member in self.by_name.values() if role in (member.role, member.name)]
+        for name in names or [role]:
             if name not in self._ended:
                 self._ended[name] = 0
                 if name in self.by_name:

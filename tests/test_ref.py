@@ -78,7 +78,7 @@ def test_ask_each_asks_all_replicas_at_once(transport: Recorder):
 
 def test_one_of_many_must_be_named():
     assert only_one("worker", ["worker-1"]) == "worker-1"
-    with pytest.raises(RolecallError, match="worker has 2 replicas: use ask_each for all, any.. for one"):
+    with pytest.raises(RolecallError, match=r"worker has 2 replicas: use ask_each for all, any\(\) for one"):
         only_one("worker", ["worker-0", "worker-1"])
 
 

@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zmq
 from rolecall import Actor, Finished, Graph, Ref
 from rolecall.runtime.supervisor import Supervisor
 
@@ -42,7 +40,13 @@ SPAWNED, RESTARTS = 16, 5
 
 def touch(array: Any) -> int:
     """Read a byte of every page, so that a lazily mapped one is not free."""
-    return int(np.frombuffer(array, np.uint8)[::4096].sum())
+    return sum(memoryview(array)[::4096])
+
+
+def _array() -> Any:
+    import numpy as np  # here, because every actor imports this file and most need no arrays
+
+    return np.ones(ARRAY_BYTES, np.uint8)
 
 
 class Echo(Actor):
@@ -107,7 +111,7 @@ class Caller(Actor):
         return TELLS / (time.perf_counter() - began)
 
     def _array(self) -> float:
-        array = np.ones(ARRAY_BYTES, np.uint8)
+        array = _array()
         began = time.perf_counter()
         for _ in range(ARRAYS):
             self.echo.ask(Echo.touch, array)
@@ -129,6 +133,8 @@ class Raw:
     """A DEALER and, in a fresh process, a ROUTER that answers: no more than pickle and ZeroMQ."""
 
     def __init__(self) -> None:
+        import zmq
+
         self.folder = tempfile.TemporaryDirectory(prefix="raw-")
         address = f"ipc://{self.folder.name}/echo"
         self.process = subprocess.Popen([sys.executable, __file__, "--raw-actor", address])
@@ -165,7 +171,7 @@ class Raw:
         return TELLS / (time.perf_counter() - began)
 
     def array(self) -> float:
-        array = np.ones(ARRAY_BYTES, np.uint8)
+        array = _array()
         began = time.perf_counter()
         for _ in range(ARRAYS):
             self._send("touch", array)
@@ -185,7 +191,9 @@ class Raw:
         return _loads(self.socket.recv_multipart(copy=False))
 
 
-def _raw_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+def _raw_socket(context: Any, kind: int) -> Any:
+    import zmq
+
     socket = context.socket(kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
@@ -202,6 +210,8 @@ def _loads(frames: list[Any]) -> Any:
 
 
 def _raw_actor(address: str) -> None:
+    import zmq
+
     socket = _raw_socket(zmq.Context(), zmq.ROUTER)
     socket.bind(address)
     while True:
@@ -308,7 +318,7 @@ def main() -> None:
     result = {name: round(value, 3) for name, value in result.items()}
     result["peers"] = {name: _peer(name, options.scripts) for name in options.peers.split(",") if name}
     if options.json:
-        print(json.dumps({**result, "raw_ask_us": round(values["raw ask"] * 1e6, 1), "v": values}))
+        print(json.dumps({**result, "raw_ask_us": round(values["raw ask"] * 1e6, 1)}))
     else:
         for name, value in result.items():
             print(f"{name:<12} {value}")
