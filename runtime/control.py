@@ -33,6 +33,7 @@ __all__ = [
     "inbox_path",
     "page_path",
     "quiet_socket",
+    "spec_path",
 ]
 
 
@@ -146,7 +147,7 @@ class Restarting(Struct, frozen=True):
 class Ending(Struct, frozen=True):
     """Why a process ended by itself, left in a file for its supervisor.
 
-    kind: finished, stopped, unrecoverable, crashed.
+    kind: finished, stopped, unrecoverable, crashed; killed, if it left none.
     """
 
     kind: str
@@ -164,6 +165,10 @@ def inbox_path(sockets: Path, name: str, incarnation: int) -> str:
 
 def page_path(sockets: Path, name: str) -> Path:
     return sockets / f"{name}.page"
+
+
+def spec_path(sockets: Path, name: str, incarnation: int) -> Path:
+    return sockets / f"{name}.{incarnation}.spec"
 
 
 def ending_path(sockets: Path, name: str, incarnation: int) -> Path:

@@ -67,6 +67,7 @@ class Endpoint:
         self.chain: tuple[str, ...] = ()  # who waits for the message being handled
         self.deadline = float("inf")  # and until when
         self.stopping = False
+        self.again = False  # stopping in order to be started again
         self.dead_letters: list[tuple[str, str, str]] = []  # receiver, method, reason
         self._seq = 0
         self._members: dict[str, Member] = {}
@@ -317,6 +318,7 @@ class Endpoint:
             message = _from_supervisor.decode(self._supervisor.recv())
             if isinstance(message, Stop):
                 self.stopping = True
+                self.again = message.again
             else:
                 self._meet(message.members)
 

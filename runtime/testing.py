@@ -181,7 +181,7 @@ class _LocalActor:
         self.page = Page(page_path(run._pages, name))
         self.chain: tuple[str, ...] = ()
         self.deadline = float("inf")
-        self.stopping = False
+        self.stopping = self.again = False
         self.dead_letters: list[tuple[str, str, str]] = []
         self.started = self.ready = self.done = self.killed = False
         self.error: BaseException | None = None
