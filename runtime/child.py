@@ -1,85 +1,80 @@
-"""One actor as its supervisor keeps it, over all its incarnations, and what a death leaves behind."""
+"""One actor's process as its supervisor keeps it, and what a death leaves behind."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
 import signal
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from .graph import Role
+from msgspec import json
+from msgspec.structs import replace
 
-__all__ = ["Child", "Leftovers", "RestartBudget", "describe_exit", "tail"]
+from .control import Ending, ending_path, page_path, spec_path
+from .page import Page
+from .process import STACKS_SIGNAL
+from .tree import Slot
 
-MAX_BACKOFF_S = 30.0
+__all__ = ["Child", "Leftovers", "describe_exit", "tail"]
+
 OUTPUT_TAIL_LINES = 50
 OUTPUT_TAIL_BYTES = 64 << 10
 
 
-@dataclass(eq=False)
-class Child:
-    """One actor over all its incarnations.
+@dataclass(eq=False, kw_only=True)
+class Child(Slot):
+    """One actor over all its incarnations: its place in the tree, and the process it is now.
 
-    state: waiting (to be started, not before `not_before`), spawning, starting, up, stopping (killed at
-    `kill_at`), done (finished or stopped), gone (died and stays dead).
+    kill_at: until when it may take to stop, or to write down its stacks. hung: why it counts as hung.
     """
 
-    role: Role
-    position: int
-    name: str
-    state: str = "waiting"
-    not_before: float = 0.0
-    kill_at: float = 0.0
+    sockets: Path
     incarnation: int = 0
     pid: int = 0
     pidfd: int = -1
-    restarts: int = 0
-    doomed: bool = False  # another's death takes it down; it is started again afterwards
-    reason: str = ""
+    kill_at: float = 0.0
+    hung: str = ""
 
     @property
     def alive(self) -> bool:
         return self.pidfd >= 0
 
     def adopt(self, pid: int) -> None:
-        self.pid, self.pidfd, self.state = pid, os.pidfd_open(pid), "starting"
+        self.pid, self.pidfd, self.hung = pid, os.pidfd_open(pid), ""
+        if self.state == "spawning":  # otherwise it was up before the fork server's word was read
+            self.state = "starting"
 
     def kill(self) -> None:
-        if self.alive:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
-    def reap(self) -> int:
-        """Its wait status, once it is dead."""
+    def dump_stacks(self) -> None:
+        """Let it write the stacks of its threads into its log, also if it is frozen (see `run_actor`)."""
+        self._signal(STACKS_SIGNAL)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and is about to be reaped
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    @cached_property
+    def page(self) -> Page:
+        """What it notes, in all its incarnations."""
+        return Page(page_path(self.sockets, self.name))
+
+    def reap(self) -> Ending:
+        """How it ended, once it is dead: as it said itself, or killed, and of what."""
         _, status = os.waitpid(self.pid, 0)
         os.close(self.pidfd)
         self.pidfd = -1
-        return status
-
-
-@dataclass
-class RestartBudget:
-    """How many deaths a run survives (OTP's intensity and period), and the wait after each."""
-
-    max_restarts: int
-    within_s: float
-    rng: random.Random
-    _deaths: deque[float] = field(default_factory=deque)
-
-    def spend(self, now: float) -> tuple[int, float | None]:
-        """The deaths within the period, and the seconds to wait before the restart; None: they are too many.
-
-        The first restart is at once; then waits double, with full jitter.
-        """
-        self._deaths.append(now)
-        while self._deaths[0] <= now - self.within_s:
-            self._deaths.popleft()
-        count = len(self._deaths)
-        if count > self.max_restarts:
-            return count, None
-        return count, 0.0 if count == 1 else self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0**count))
+        self.page.limit(0)  # its next incarnation has begun nothing yet
+        spec_path(self.sockets, self.name, self.incarnation).unlink(missing_ok=True)
+        path = ending_path(self.sockets, self.name, self.incarnation)
+        ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else Ending("killed")
+        return replace(ending, reason=ending.reason or self.hung or describe_exit(status))
 
 
 class Leftovers:

@@ -1,4 +1,4 @@
-"""The command line: `rolecall run|show|diff|ps|stop|join|sample`."""
+"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any
 from msgspec import json
 from msgspec.structs import replace
 
-from .console import Console, say
+from .console import Console, actors_table, say, terminal_width
 from .errors import RolecallError, Unrecoverable
 from .graph import Graph
+from .logs import log_names, read_logs
 from .recipe import configure, load_recipe
-from .runs import RunFolder, create_run, find_run
+from .runs import RunFolder, create_run, find_run, named, nobody
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
 
@@ -76,7 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", _diff, "what two recipes do differently")
     diff.add_argument("a", help="a recipe")
     diff.add_argument("b", help="another")
-    with_run(command("ps", _ps, "list the actors of a live run"), nargs="?")
+    ps = with_run(command("ps", _ps, "list the actors of a live run"), nargs="?")
+    ps.add_argument("--json", action="store_true", help="print it as one JSON object")
+    logs = command("logs", _logs, "print what a role has written to its log")
+    logs.add_argument("role", help="a role, one of its replicas (as in rollout-1), or forkserver")
+    with_run(logs, nargs="?")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
+    restart = command("restart", _restart, "stop a role of a live run in order, and start it again")
+    restart.add_argument("role", help="a role, or one of its replicas (as in rollout-1)")
+    with_run(restart, nargs="?")
     with_run(command("stop", _stop, "end a live run in order"), nargs="?")
     sample = with_run(
         command("sample", _sample, "let base and trained model complete a prompt, side by side")
@@ -190,13 +199,35 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _ps(options: argparse.Namespace) -> int:
     run = find_run(options.runs, options.run, live=True)
-    actors = run.status()
+    status = run.status()
+    if options.json:
+        say(json.encode(status).decode(), sys.stdout)
+        return 0
     say(run.path.name, sys.stdout)
-    say(f"{'ROLE':<16} {'PID':>8}  {'STATE':<9} {'RESTARTS':>8}  HANDLING", sys.stdout)
-    for actor in actors:
-        handling = "" if actor.handling_s is None else f"{actor.handling_s:.1f} s"
-        row = f"{actor.name:<16} {actor.pid or '-':>8}  {actor.state:<9} {actor.restarts:>8}  {handling}"
-        say(row, sys.stdout)
+    say(actors_table(status.actors, terminal_width(sys.stdout)), sys.stdout)
+    if status.dead_letters:
+        letters = "1 dead letter" if status.dead_letters == 1 else f"{status.dead_letters} dead letters"
+        say(f"{letters}: {run.path / 'dead_letters.jsonl'}", sys.stdout)
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    run = find_run(options.runs, options.run)
+    folder = run.path / "logs"
+    actors = log_names(folder)
+    if not named(options.role, actors) and run.live:
+        actors += [actor.name for actor in run.status().actors]  # it may not have been started yet
+    if not named(options.role, actors):
+        raise nobody(f"run {run.path.name} has no log of {options.role!r}", options.role, actors)
+    for line in read_logs(folder, options.role, ended=lambda: not (options.follow and run.live)):
+        if not say(line, sys.stdout):
+            break  # nobody reads it: `rolecall logs -f trainer | head`
+    return 0
+
+
+def _restart(options: argparse.Namespace) -> int:
+    run = find_run(options.runs, options.run, live=True)
+    say(f"restarting {', '.join(run.restart(options.role))} of {run.path.name}", sys.stdout)
     return 0
 
 

@@ -1,11 +1,11 @@
-"""What the command line shows of a run: one live line, and a line for every restart."""
+"""What the command line shows of a run: one live line, a line for every restart, and the table of `rolecall ps`."""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import IO, Any
 
@@ -14,24 +14,27 @@ from msgspec import json
 from rich.live import Live
 from rich.text import Text
 
+from .control import ActorStatus
 from .runs import RunFolder
 
-__all__ = ["Console", "say"]
+__all__ = ["Console", "actors_table", "say", "terminal_width"]
 
 PROXY = "proxy"  # the role that lets other machines join
 PLAIN_EVERY_S = 5.0  # without a terminal the line is printed anew this often
 
 
-def say(text: str, stream: IO[str] | None) -> None:
-    """Print a line; a reader that has gone costs nothing but the line."""
+def say(text: str, stream: IO[str] | None) -> bool:
+    """Print a line; a reader that has gone costs nothing but the line. Whether there is a reader."""
     if stream is None:
-        return  # the command was started with it closed
+        return False  # the command was started with it closed
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):  # a pipe's or a terminal's other end
             raise
         _silence(stream)
+        return False
+    return True
 
 
 def _silence(stream: IO[str]) -> None:
@@ -149,3 +152,62 @@ class Console:
         if line:
             return line
         return "starting: " + ", ".join(f"{name} {state}" for name, state in self._states.items())
+
+
+def terminal_width(stream: IO[str] | None) -> int | None:
+    """In characters. None: `stream` is no terminal, or one that does not say."""
+    if stream is None or not stream.isatty():
+        return None
+    return os.get_terminal_size(stream.fileno()).columns or None
+
+
+_COLUMNS: dict[str, Callable[[ActorStatus], str]] = {
+    "ROLE": lambda actor: actor.name,
+    "PID": lambda actor: str(actor.pid or "-"),
+    "STATE": lambda actor: actor.state,
+    "INCARNATION": lambda actor: str(actor.incarnation or "-"),
+    "RESTARTS": lambda actor: str(actor.restarts),
+    "WAITING": lambda actor: str(actor.waiting),
+    "OLDEST": lambda actor: _time(actor.oldest_s),
+    "HANDLING": lambda actor: _time(actor.handling_s),
+    "MEMORY": lambda actor: _memory(actor.rss),
+}
+_TEXT = ("ROLE", "STATE")  # to the left; numbers to the right
+_LEAST_FIRST = ("INCARNATION", "OLDEST", "MEMORY", "PID", "RESTARTS", "HANDLING", "WAITING")
+
+
+def actors_table(actors: Sequence[ActorStatus], width: int | None = None) -> str:
+    """A line for each actor, below a line of titles.
+
+    width: in characters; columns that don't fit are left out, and a last line says which.
+    """
+    columns = {title: [title, *map(cell, actors)] for title, cell in _COLUMNS.items()}
+    widths = {title: max(map(len, cells)) for title, cells in columns.items()}
+    left_out = []
+    for title in _LEAST_FIRST:
+        if width is None or sum(widths.values()) + len(widths) - 1 <= width:
+            break
+        del columns[title], widths[title]
+        left_out.append(title)
+    padded = [
+        [cell.ljust(widths[title]) if title in _TEXT else cell.rjust(widths[title]) for cell in cells]
+        for title, cells in columns.items()
+    ]
+    lines = [" ".join(row).rstrip() for row in zip(*padded, strict=True)]
+    if left_out:
+        lines.append(f"no room for {', '.join(left_out)}")
+    return "\n".join(lines)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _memory(size: int) -> str:
+    if not size:
+        return "-"
+    return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"

@@ -15,6 +15,7 @@ __all__ = [
     "DeadLetter",
     "Ending",
     "FromActor",
+    "FromCommand",
     "Hello",
     "ListActors",
     "Member",
@@ -31,6 +32,7 @@ __all__ = [
     "ending_path",
     "inbox_path",
     "page_path",
+    "spec_path",
     "supervisor_path",
 ]
 
@@ -148,7 +150,7 @@ class Restarting(Struct, frozen=True):
 class Ending(Struct, frozen=True):
     """Why a process ended by itself, left in a file for its supervisor.
 
-    kind: finished, stopped, unrecoverable, crashed.
+    kind: finished, stopped, unrecoverable, crashed; killed, if it left none.
     """
 
     kind: str
@@ -158,6 +160,7 @@ class Ending(Struct, frozen=True):
 
 ToActor = Membership | Stop
 FromActor = Ready | Hello | Report | DeadLetter
+FromCommand = ListActors | StopRun | RestartRole
 
 
 def supervisor_path(sockets: Path) -> Path:
@@ -170,6 +173,10 @@ def inbox_path(sockets: Path, name: str, incarnation: int) -> Path:
 
 def page_path(sockets: Path, name: str) -> Path:
     return sockets / f"{name}.page"
+
+
+def spec_path(sockets: Path, name: str, incarnation: int) -> Path:
+    return sockets / f"{name}.{incarnation}.spec"
 
 
 def ending_path(sockets: Path, name: str, incarnation: int) -> Path:

@@ -63,7 +63,8 @@ class Endpoint:
         self.page.recover()
         self.chain: tuple[str, ...] = ()  # who waits for the message being handled
         self.deadline = float("inf")  # and until when
-        self.stopping = self.again = False
+        self.stopping = False
+        self.again = False  # stopping in order to be started again
         self._seq = 0
         self._members = Members()
         self.downs = self._members.downs

@@ -1,10 +1,12 @@
 """A process that imports what is heavy once and forks actors from there.
 
-Importing torch, transformers and peft takes seconds; a fork takes milliseconds. The server stays
-single-threaded and opens no ZeroMQ context and no CUDA device, so its children are as good as new.
+Importing torch, transformers and peft takes seconds; a fork takes milliseconds. The server opens no sockets
+but the one it listens on and no CUDA device, so its children are as good as new, as long as it has one thread.
+If an import has started others, or an actor's class says that it is not `fork_safe`, the child replaces itself
+by a fresh interpreter, and says so in its log.
 
 Requests and replies are JSON datagrams on a socket pair:
-    {"name", "spec", "log", "preloads"}  →  {"name", "pid"}
+    {"name", "spec", "log", "preloads", "fresh"}  →  {"name", "pid"}     fresh: why not a fork; empty: a fork
     {"forget": pid}                         its session is gone: the number may soon be somebody else's
 Each actor is forked twice, so that it becomes a child of the supervisor (a subreaper). It goes on only when the
 reply has been sent, so there is none that the supervisor can't know of; then it leads its own session, and
@@ -29,7 +31,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from msgspec import json
 
@@ -72,6 +74,7 @@ class ForkServer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self.hung = ""  # why it counts as hung
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -122,19 +125,48 @@ def main() -> None:
 
 def _serve(connection: socket.socket, supervisor: int, sessions: set[int]) -> None:
     """Until the supervisor is gone. `sessions` are the actors it has, by pid."""
+    started: dict[str, int] = {}  # threads, by the module whose import did it
     while data := connection.recv(1 << 16):
         request = json.decode(data)
         if "forget" in request:
             sessions.discard(request["forget"])
         else:
-            for module in request["preloads"]:
-                importlib.import_module(module)
+            if not request["fresh"]:
+                _preload(request["preloads"], started)
+                request["fresh"] = _why_not_fork(started)
+                if request["fresh"]:
+                    _note(request)
             gc.freeze()
             pid, gate = _fork(request, supervisor, connection)
             sessions.add(pid)
             with gate:
                 connection.send(json.encode({"name": request["name"], "pid": pid}))
                 gate.write(b"!")
+
+
+def _preload(modules: list[str], started: dict[str, int]) -> None:
+    for module in modules:
+        before = _threads()
+        importlib.import_module(module)
+        if _threads() > before:
+            started[module] = _threads() - before
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _why_not_fork(started: dict[str, int]) -> str:
+    """Empty if it is safe: a child has only the thread that forks, and the locks that others held stay locked."""
+    if _threads() == 1:
+        return ""
+    culprits = " and ".join(f"{module} ({count})" for module, count in started.items())
+    return f"forking is not safe because the fork server has {_threads()} threads, started by importing {culprits}"
+
+
+def _note(request: dict[str, Any]) -> None:
+    text = f"{request['name']} runs in a fresh interpreter: {request['fresh']}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _kill_session(pid: int) -> None:
@@ -169,8 +201,7 @@ def _fork(request: dict[str, Any], supervisor: int, connection: socket.socket) -
     return pid, os.fdopen(opens, "wb", buffering=0)
 
 
-def _be_actor(request: dict[str, Any], supervisor: int) -> None:
-    code = 1
+def _be_actor(request: dict[str, Any], supervisor: int) -> NoReturn:
     try:
         signal.signal(_SUPERVISOR_DIED, signal.SIG_DFL)
         os.setsid()
@@ -186,16 +217,17 @@ def _be_actor(request: dict[str, Any], supervisor: int) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        from .process import run_actor
+        if request["fresh"]:
+            _note(request)
+            # All that was set up above survives it, the tie to the supervisor too.
+            command = [sys.executable, "-P", "-m", "rolecall.runtime.process", request["spec"]]
+            os.execv(sys.executable, command)  # noqa: S606  no shell: it is to be this very process
+        from .process import be_actor
 
-        run_actor(Path(request["spec"]))
-        code = 0
-    except BaseException:  # noqa: BLE001  the process ends here, and its log says why
-        traceback.print_exc()
+        be_actor(Path(request["spec"]))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        traceback.print_exc()  # be_actor does not return, so this is what went wrong before it
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from .actor import Actor
 from .ref import Ref
 
-__all__ = ["Graph", "Restart", "Role", "Strategy"]
+__all__ = ["Graph", "Restart", "Role", "Strategy", "Subtree"]
 
 A = TypeVar("A", bound=Actor)
 P = ParamSpec("P")
@@ -67,6 +67,20 @@ class Role:
         return {key: value.name for key, value in given.items() if isinstance(value, Ref)}
 
 
+@dataclass(frozen=True)
+class Subtree:
+    """Roles with a supervisor of their own, and what it may do before it gives up (see `Graph.supervise`)."""
+
+    roles: tuple[str, ...]
+    strategy: Strategy
+    max_restarts: int
+    within_s: float
+
+    @property
+    def name(self) -> str:
+        return f"subtree {'+'.join(self.roles)}"
+
+
 class Graph:
     """Roles and wires. Building one starts nothing."""
 
@@ -81,6 +95,7 @@ class Graph:
         self.name, self.strategy = name, strategy
         self.max_restarts, self.within_s = max_restarts, within_s
         self.ends_with: list[str] = []
+        self.subtrees: list[Subtree] = []
         self._roles: dict[str, Role] = {}
 
     def __iter__(self) -> Iterator[Role]:
@@ -130,6 +145,31 @@ class Graph:
         role = self._roles[ref.name]
         self._roles[ref.name] = replace(role, replicas=replicas, elastic=elastic, restart=restart)
 
+    def supervise(
+        self,
+        *refs: Ref[Any],
+        strategy: Strategy = Strategy.ONE_FOR_ONE,
+        max_restarts: int = 5,
+        within_s: float = 60.0,
+    ) -> None:
+        """Give these roles a supervisor of their own: their deaths are counted apart, with a wait of their own.
+
+        When its restarts are used up all of them are taken down, which counts as one death among the graph's
+        own, and they are started again with a fresh count, together with whom the graph's strategy names.
+        Raises ValueError for a role that is not in the graph, or has such a supervisor already.
+        """
+        if not refs:
+            raise ValueError(f"graph {self.name}: a supervisor needs at least one role")
+        supervised = [name for subtree in self.subtrees for name in subtree.roles]
+        names = [ref.name for ref in refs]
+        for name in names:
+            if name not in self._roles:
+                raise ValueError(f"{name!r} is not in graph {self.name}: add it before it is supervised")
+            if name in supervised or names.count(name) > 1:
+                raise ValueError(f"{name} has a supervisor of its own already: name each role only once")
+        roles = tuple(name for name in self._roles if name in names)
+        self.subtrees.append(Subtree(roles, strategy, max_restarts, within_s))
+
     def until(self, *refs: Ref[Any]) -> None:
         """The run is over when all of these have finished."""
         self.ends_with.extend(ref.name for ref in refs)
@@ -154,4 +194,7 @@ class Graph:
             if role.name in here:
                 part._roles[role.name] = replace(role, replicas=replicas) if role.elastic else role
         part.ends_with = [role.name for role in part if role.elastic]
+        for subtree in self.subtrees:
+            roles = tuple(name for name in subtree.roles if name in here)
+            part.subtrees += [replace(subtree, roles=roles)] if roles else []
         return part, list(remote.values())

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
+import importlib
 import logging
 import math
 import os
+import signal
 import sys
 import traceback
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 from msgspec import json, msgpack
 
 from .actor import Actor, Context, Down, is_idempotent
-from .control import DeadLetter, Ending, FromActor, Hello, Ready, Report, ending_path
+from .control import DeadLetter, Ending, FromActor, Hello, Ready, Report, ending_path, spec_path
 from .endpoint import Endpoint
 from .errors import ActorDied, ActorStopped, Finished, NotYet, RolecallError, Unrecoverable
 from .files import write_whole
@@ -29,11 +30,12 @@ from .ref import bind_transport
 from .remote import RemoteActor
 from .wire import Kind, decode_body, encode_body
 
-__all__ = ["Life", "LifeSupport", "Spec", "run_actor"]
+__all__ = ["Life", "LifeSupport", "Spec", "be_actor", "run_actor"]
 
 log = logging.getLogger("rolecall")
 
 SWEEP_S = 1.0  # between two looks for messages that nobody waits for any more
+STACKS_SIGNAL = signal.SIGUSR2  # the supervisor sends it to an actor that hangs
 POISON_DEATHS = 2  # a message that killed its actor this often is not tried again
 
 
@@ -55,7 +57,7 @@ class Spec:
 
     def write(self) -> Path:
         """Write it where only this user can read it."""
-        path = self.sockets / f"{self.name}.{self.incarnation}.spec"
+        path = spec_path(self.sockets, self.name, self.incarnation)
         data = cloudpickle.dumps((self.recipe, cloudpickle.dumps(self)))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
@@ -73,6 +75,8 @@ class Spec:
 def run_actor(spec_path: Path) -> None:
     """Be the actor described in `spec_path` until it finishes, is stopped or crashes."""
     faulthandler.enable()
+    # In C, whatever holds the GIL; a handler of Python's own would wait until it is let go.
+    faulthandler.register(STACKS_SIGNAL, all_threads=True, chain=False)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # httpx logs a line for every request, so a poll would drown everything else.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -92,6 +96,20 @@ def run_actor(spec_path: Path) -> None:
         write_whole(ending_path(spec.sockets, spec.name, spec.incarnation), json.encode(ending))
 
 
+def be_actor(spec_path: Path) -> NoReturn:
+    """Be the actor, and end this process with it: no thread of a library's may hold it up."""
+    code = 1
+    try:
+        run_actor(spec_path)
+        code = 0
+    except BaseException:  # noqa: BLE001  the process ends here, and its log says why
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 class LifeSupport(Protocol):
     """What an actor lives on: sockets in a run, an exchange in one process in a LocalRun."""
 
@@ -100,6 +118,7 @@ class LifeSupport(Protocol):
     chain: tuple[str, ...]
     deadline: float
     stopping: bool
+    again: bool
     downs: deque[Down]
     dead_letters: list[tuple[str, str, str]]
 
@@ -119,6 +138,7 @@ class Life:
         self.endpoint = endpoint
         self._swept = endpoint.now()
         self._tell_supervisor(Hello(spec.name, spec.incarnation))
+        self._limits_s = _limits_s(spec.actor)
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
             spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report
@@ -126,16 +146,22 @@ class Life:
 
     def live(self) -> Ending:
         """From on_start to on_stop. Raises what the actor dies of."""
+        self._limit("on_start")
         self.actor.on_start()
+        self._limit(None)
         self._tell_supervisor(Ready())
-        with contextlib.suppress(Finished):
+        try:
             self._work()
-        finished = not self.endpoint.stopping
+            ending = Ending("stopped")
+        except Finished:
+            ending = Ending("finished")
+        self._limit(None)  # of a step that did not return
         self.endpoint.stopping = False  # on_stop may still ask those that stop later
         self.actor.on_stop()
-        self._refuse_the_rest()
+        if not self.endpoint.again or ending.kind == "finished":
+            self._refuse_the_rest()  # otherwise the next incarnation handles it
         self._bury()
-        return Ending("finished" if finished else "stopped")
+        return ending
 
     def _work(self) -> None:
         try:
@@ -163,11 +189,19 @@ class Life:
             wait_s = None if step_at is None else max(0.0, step_at - endpoint.now())
             endpoint.wait(wait_s)  # also when it is 0: answers must not wait for the step
             if wait_s == 0.0 and not mailbox.ready and not endpoint.stopping:
+                self._limit("step")
                 pause_s = self.actor.step()
+                self._limit(None)
                 step_at = None if pause_s is None else endpoint.now() + pause_s
                 mailbox.changed()
             if endpoint.dead_letters:
                 self._bury()
+
+    def _limit(self, handler: str | None) -> None:
+        """Note until when this may run, for the supervisor; None: what ran is over."""
+        if self._limits_s:
+            seconds = self._limits_s.get(handler)
+            self.endpoint.page.limit(0 if seconds is None else int((self.endpoint.now() + seconds) * 1e9))
 
     def _sweep(self) -> None:
         """Let go of what NotYet keeps although its asker has gone on: without a change it would stay for ever."""
@@ -239,6 +273,7 @@ class Life:
         endpoint.chain, endpoint.deadline = header.chain, header.deadline or math.inf
         try:
             args, kwargs = decode_body(message.body, message.buffers)
+            self._limit(header.method)
             answer = getattr(self.actor, header.method)(*args, **kwargs)
         except (NotYet, Finished):
             raise
@@ -250,6 +285,7 @@ class Life:
         else:
             return (Kind.DONE, None) if header.kind is Kind.TELL else (Kind.ANSWER, answer)
         finally:
+            self._limit(None)
             endpoint.chain, endpoint.deadline = (), math.inf
 
     def _answer(self, message: Incoming, kind: Kind, value: Any) -> None:
@@ -287,3 +323,14 @@ class Life:
 
     def _tell_supervisor(self, message: FromActor) -> None:
         self.endpoint.to_supervisor(msgpack.encode(message))
+
+
+def _limits_s(actor: type[Actor]) -> dict[str | None, float]:
+    """The `max_run_s` of those of its methods that have one, by name."""
+    methods = {name: getattr(actor, name) for name in dir(actor)}
+    return {name: method.max_run_s for name, method in methods.items() if hasattr(method, "max_run_s")}
+
+
+if __name__ == "__main__":
+    # The module's own copy of itself: what is pickled must not be a class of __main__.
+    importlib.import_module("rolecall.runtime.process").be_actor(Path(sys.argv[1]))

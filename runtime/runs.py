@@ -3,6 +3,7 @@
 runs/async_grpo-20260131-120000-7f3a/
     run.json        recipe, config, and where the supervisor listens while it lives
     events.jsonl    every report, state, death and dead letter, with its time
+    dead_letters.jsonl  messages that nobody will handle, if there are any
     logs/           each role's output
     state/          what roles keep over a restart
     token           for `rolecall join`, mode 0600, if the run has a proxy
@@ -12,21 +13,23 @@ and what the recipe's own actors write there (metrics.jsonl, eval.jsonl, adapter
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import secrets
 import select
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .control import ActorStatus, ListActors, StopRun, supervisor_path
-from .errors import Unrecoverable
+from .control import ListActors, Restarting, RestartRole, RunStatus, StopRun, supervisor_path
+from .errors import RolecallError, Unrecoverable
 from .files import read_lines, write_whole
 from .sockets import Connection, connect
 
-__all__ = ["RunFolder", "RunInfo", "create_run", "find_run"]
+__all__ = ["RunFolder", "RunInfo", "create_run", "find_run", "named", "nobody"]
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -70,31 +73,65 @@ class RunFolder:
         """The objects of a .jsonl file in this folder; none if there is no such file."""
         return read_lines(self.path / name)
 
-    def status(self) -> list[ActorStatus]:
+    def status(self) -> RunStatus:
         """The actors of a live run, as its supervisor sees them."""
-        return msgspec.json.decode(self._ask_supervisor(ListActors(), answer=True), type=list[ActorStatus])
+        return msgspec.json.decode(self._ask_supervisor(ListActors(), answer=True), type=RunStatus)
+
+    def restart(self, name: str) -> list[str]:
+        """Have a live run stop a role, or one of its replicas, in order and start it again; who that is.
+
+        Raises Unrecoverable (exit code 2) if nobody is called so, RolecallError if who is does not run.
+        """
+        actors = [actor.name for actor in self.status().actors]
+        if not named(name, actors):
+            raise nobody(f"run {self.path.name} has no role {name!r}", name, actors)
+        answer = self._ask_supervisor(RestartRole(name), answer=True)
+        restarting = msgspec.json.decode(answer, type=Restarting).names
+        if not restarting:
+            raise RolecallError(
+                f"nobody is restarted: {name} has no process now, or the run is ending; `rolecall ps` says which"
+            )
+        return restarting
 
     def stop(self) -> None:
         """Ask a live run to end in order."""
         self._ask_supervisor(StopRun(), answer=False)
 
-    def _ask_supervisor(self, message: ListActors | StopRun, *, answer: bool) -> bytes:
+    def _ask_supervisor(self, message: ListActors | StopRun | RestartRole, *, answer: bool) -> bytes:
         if not self.live:
             raise Unrecoverable(f"run {self.path.name} is not live: it has ended", exit_code=2)
-        silent = Unrecoverable(
-            f"the supervisor of {self.path.name} (pid {self.info.pid}) does not answer: it is ending or frozen"
-        )
         with select.epoll() as poller:
             try:
                 supervisor = Connection(connect(supervisor_path(Path(self.info.sockets))), poller)
             except (ConnectionRefusedError, FileNotFoundError):
-                raise silent from None
+                raise self._no_answer() from None
             supervisor.send(msgspec.msgpack.encode(message))
             reply = None
             if answer and not (poller.poll(ANSWER_TIMEOUT_S) and (reply := supervisor.receive())):
-                raise silent
+                raise self._no_answer()
             supervisor.close()
             return bytes(reply or b"")
+
+    def _no_answer(self) -> Unrecoverable:
+        if not self.live:
+            return Unrecoverable(f"run {self.path.name} ended before it could answer")
+        return Unrecoverable(
+            f"the supervisor of {self.path.name} (pid {self.info.pid}) does not answer: if it stays so, kill it, "
+            "and all of the run ends with it"
+        )
+
+
+def named(name: str, actors: Sequence[str]) -> list[str]:
+    """Those of `actors` that `name` means: one of them, or all replicas of a role."""
+    return [actor for actor in actors if name in (actor, actor.partition("-")[0])]
+
+
+def nobody(what: str, name: str, actors: Sequence[str]) -> Unrecoverable:
+    """`what`, and whom `name` could have meant instead."""
+    known = list(dict.fromkeys(word for actor in actors for word in (actor.partition("-")[0], actor)))
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return Unrecoverable(f"{what}{hint} There are: {', '.join(known) or 'none'}", exit_code=2)
 
 
 def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .graph import Graph, Role
+from .graph import Graph, Role, Subtree
 from .ref import Ref
 
 __all__ = ["difference", "picture"]
@@ -15,6 +15,7 @@ def picture(graph: Graph) -> str:
     for role in graph:
         wires = [f"{argument} ─▶ {target}" for argument, target in role.wires.items()]
         lines.append(f"  {_title(role):<{width}}  {role.actor.__name__:<14}  {', '.join(wires)}".rstrip())
+    lines += [f"  {_roles(subtree)}: {_restarts(subtree)}" for subtree in graph.subtrees]
     lines.append(
         f"  until {' and '.join(graph.ends_with)} {'have' if len(graph.ends_with) > 1 else 'has'} finished"
     )
@@ -33,6 +34,14 @@ def difference(a: Graph, b: Graph) -> str:
     return "\n".join(lines) if len(lines) > 2 else f"{a.name} and {b.name} are wired alike"
 
 
+def _roles(subtree: Subtree) -> str:
+    return f"{' and '.join(subtree.roles)} apart"
+
+
+def _restarts(subtree: Subtree) -> str:
+    return f"restarts {subtree.strategy.value}, at most {subtree.max_restarts} in {subtree.within_s:g} s"
+
+
 def _title(role: Role) -> str:
     return role.name if role.replicas == 1 else f"{role.name} ×{role.replicas}"
 
@@ -46,4 +55,5 @@ def _facts(graph: Graph) -> dict[str, str]:
         for argument, value in role.kwargs.items():
             text = f"─▶ {value.name}" if isinstance(value, Ref) else repr(value)
             facts[f"{role.name}.{argument}"] = text
+    facts |= {_roles(subtree): _restarts(subtree) for subtree in graph.subtrees}
     return facts

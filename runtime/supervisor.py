@@ -1,6 +1,6 @@
 """Who starts, watches, restarts and stops the actors of a run: OTP's supervisor over plain processes.
 
-The supervisor is control plane only. It spawns, notices deaths (pidfd), decides by strategy and intensity, and
+The supervisor is control plane only. It spawns, notices deaths (pidfd) and hangs, does what the Tree decides, and
 tells everybody who lives where; messages between actors never pass through it.
 """
 
@@ -11,44 +11,56 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import json, msgpack
 
-from .child import Child, Leftovers, RestartBudget, describe_exit, tail
+from .child import Child, Leftovers, describe_exit, tail
 from .control import (
-    ActorStatus,
     DeadLetter,
-    Ending,
     FromActor,
+    FromCommand,
     Hello,
     ListActors,
     Member,
     Membership,
     Ready,
     Report,
+    Restarting,
+    RestartRole,
+    RunStatus,
     Stop,
     StopRun,
-    ending_path,
-    page_path,
 )
 from .forkserver import ForkServer, become_subreaper
-from .graph import Graph, Restart, Strategy
-from .page import Page
+from .graph import Graph
+from .hang import HangWatch
 from .process import Spec
 from .remote import RemoteActor
 from .sockets import Connection
+from .status import run_status
 from .switchboard import Switchboard
+from .tree import Tree, Verdict
 
 __all__ = ["Observer", "Outcome", "Supervisor"]
 
+# What others are told of each state of a child (see Child and Member).
+STATES = {
+    "waiting": "down",
+    "spawning": "starting",
+    "starting": "starting",
+    "up": "up",
+    "stopping": "up",
+    "done": "gone",
+    "gone": "gone",
+}
 LEFTOVERS_TIMEOUT_S = 2.0
 
 
-_from_actor = msgpack.Decoder(Ready | Hello | Report | DeadLetter | ListActors | StopRun)
+_from_anybody = msgpack.Decoder(FromActor | FromCommand)
 
 
 class Observer(Protocol):
@@ -75,7 +87,7 @@ class Supervisor:
 
     run, folder: the run's id and its folder. recipe: what `load_recipe` takes, so that children can.
     node: this machine's name in the run. remotes: actors on another machine, by name.
-    clock, rng: for back-off and restart intensity.
+    clock, rng: for back-off and restart intensity. frozen_s: how long a process may be stopped by SIGSTOP.
     """
 
     graph: Graph
@@ -87,22 +99,26 @@ class Supervisor:
     remotes: dict[str, RemoteActor] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
+    frozen_s: float = 5.0
 
     def __post_init__(self) -> None:
-        # Mode 0700, and short whatever TMPDIR says: ipc paths end at 107 bytes.
+        # Mode 0700, and short whatever TMPDIR says: socket paths end at 107 bytes.
         self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
         self.children = [
-            Child(role, position, name) for position, role in enumerate(self.graph) for name in role.members
+            Child(role, position, name, sockets=self.sockets)
+            for position, role in enumerate(self.graph)
+            for name in role.members
         ]
         self._by_name = {child.name: child for child in self.children}
+        self._tree = Tree(self.graph, self.children, self.rng)
         self._incarnation = 0
-        self._budget = RestartBudget(self.graph.max_restarts, self.graph.within_s, self.rng)
         self._forks: ForkServer | None = None
         self._forks_not_before = 0.0
         self._leftovers = Leftovers()
         self._ending: Outcome | None = None
         self._stop_signals = 0
-        self._changed: dict[str, Child] = {}
+        self._dead_letters = 0
+        self._changed: dict[str, Child] = {}  # of whom not everybody has heard yet
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # --- the run -----------------------------------------------------------------------------------------
@@ -110,6 +126,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Start everybody, keep them alive until the run is over, stop everybody."""
         become_subreaper()
+        self._hangs = HangWatch(self.frozen_s)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self._switchboard = Switchboard(self.sockets)
         self._switchboard.add(self._wake)
@@ -117,6 +134,7 @@ class Supervisor:
             while self._ending is None or any(child.alive for child in self.children):
                 self._advance()
                 self._listen(self._patience_s())
+                self._hangs.look(self.children, self._forks, time.monotonic())
                 self._check_end()
         finally:
             self._close()
@@ -134,13 +152,13 @@ class Supervisor:
             if self._stop_signals > 1:
                 for child in self.children:
                     child.kill()
-        ends = [self._by_name[name] for role in self.graph.ends_with for name in self.graph[role].members]
-        if ends and all(child.state == "done" for child in ends):
+        if self._tree.finished:
             self._end(Outcome(0, "finished", self.restarts))
 
     def _end(self, outcome: Outcome) -> None:
         if self._ending is None:
             self._ending = outcome
+            self._tree.ending = True
 
     @property
     def restarts(self) -> int:
@@ -154,6 +172,7 @@ class Supervisor:
             child.kill()
             if child.alive:
                 self._reap(child)
+        self._switchboard.poll(0.0)
         self._hear_all()
         self._leftovers.reap(LEFTOVERS_TIMEOUT_S)
         self._switchboard.close()
@@ -167,25 +186,11 @@ class Supervisor:
             sessions = [child.pid for child in self.children if child.alive]
             self._forks = ForkServer(self.folder / "logs" / "forkserver.log", self.sockets, sessions)
             self._switchboard.add(self._forks.fileno())
-        doomed = [child for child in self.children if child.alive and (self._ending or child.doomed)]
-        if doomed:
-            last = max(child.position for child in doomed)
-            for child in doomed:
-                if child.position == last:
-                    self._stop_child(child)
-            return
-        if self._ending or self._forks is None:
-            return
-        now = self.clock()
-        for child in self.children:
-            if child.state == "waiting" and child.not_before <= now and not self._blocked(child):
+        for child in self._tree.to_stop():
+            self._stop_child(child)
+        if self._forks is not None:
+            for child in self._tree.to_start(self.clock()):
                 self._spawn(child, self._forks)
-
-    def _blocked(self, child: Child) -> bool:
-        return any(
-            other.position < child.position and other.state in ("waiting", "spawning", "starting")
-            for other in self.children
-        )
 
     def _spawn(self, child: Child, forks: ForkServer) -> None:
         self._incarnation += 1
@@ -195,16 +200,24 @@ class Supervisor:
             child.name, child.incarnation, self.sockets, self.folder, self.node, self.run_id, self.recipe,
             self.remotes, role.actor, role.args, role.kwargs,
         )  # fmt: skip
-        log = self.folder / "logs" / f"{child.name}.log"
         forks.send(
-            {"name": child.name, "spec": str(spec.write()), "log": str(log), "preloads": role.actor.preloads}
+            {
+                "name": child.name,
+                "spec": str(spec.write()),
+                "log": str(self.folder / "logs" / f"{child.name}.log"),
+                "preloads": role.actor.preloads,
+                "fresh": "" if role.actor.fork_safe else f"{role.actor.__name__}.fork_safe is False",
+            }
         )
 
     def _stop_child(self, child: Child) -> None:
         now = self.clock()
+        if child.hung:
+            return  # it is killed when it has had time for its stacks
         if child.state == "up":
             child.state, child.kill_at = "stopping", now + child.role.actor.stop_timeout_s
-            self._send(child, Stop())
+            stop = Stop(again=child.again and self._ending is None)
+            self._switchboard.send(child.name, child.incarnation, msgpack.encode(stop))
         elif child.state != "stopping" or now >= child.kill_at:
             child.kill()  # one that is still starting has nothing to give back
 
@@ -213,7 +226,8 @@ class Supervisor:
         times = [child.not_before for child in self.children if child.state == "waiting"]
         times += [child.kill_at for child in self.children if child.state == "stopping"]
         times += [self._forks_not_before] if self._forks is None else []
-        return max(0.0, min([1.0, *(at - now for at in times if at > now)]))
+        waits = [at - now for at in times if at > now]
+        return max(0.0, min([self._hangs.next_look - time.monotonic(), *waits]))
 
     # --- hearing -----------------------------------------------------------------------------------------
 
@@ -232,32 +246,34 @@ class Supervisor:
 
     def _hear_all(self) -> None:
         for caller, frame in self._switchboard.heard():
-            self._hear(caller, _from_actor.decode(frame))
+            self._hear(caller, _from_anybody.decode(frame))
 
-    def _hear(self, caller: Connection, message: FromActor | ListActors | StopRun) -> None:
+    def _hear(self, caller: Connection, message: FromActor | FromCommand) -> None:
         match message:
             case ListActors():
                 caller.send(json.encode(self.status()))
             case StopRun():
                 self.stop()
+            case RestartRole(name=name):
+                caller.send(json.encode(self.restart(name)))
             case Hello(name=name, incarnation=incarnation):
                 self._switchboard.introduce(caller, name, incarnation)
-                everybody = Membership([self._member(child) for child in self.children])
-                caller.send(msgpack.encode(everybody))
+                caller.send(msgpack.encode(Membership([_member(child) for child in self.children])))
             case _:
-                who = self._switchboard.actor(caller)
-                if who is not None:
-                    self._hear_actor(*who, message)
+                self._hear_actor(*self._switchboard.actor(caller), message)
 
     def _hear_actor(self, name: str, incarnation: int, message: Ready | Report | DeadLetter) -> None:
         child = self._by_name[name]
         match message:
             case Ready():
-                if child.incarnation == incarnation:
-                    self._set_state(child, "up")
+                # Otherwise it has died or is being stopped by now.
+                if child.incarnation == incarnation and child.state in ("spawning", "starting"):
+                    child.state = "up"
+                    self._announce(child)
             case Report(values=values):
                 self.observer.on_report(child.name, values)
             case DeadLetter(receiver=receiver, method=method, reason=reason):
+                self._dead_letters += 1
                 with (self.folder / "dead_letters.jsonl").open("ab") as file:
                     file.write(json.encode({"to": receiver, "message": method, "reason": reason}) + b"\n")
                 self.observer.on_dead_letter(receiver, method, reason)
@@ -269,11 +285,13 @@ class Supervisor:
             return
         # It died. Whoever it had not forked yet is asked for again.
         status = self._bury_forkserver(forks)
-        delay_s = self._note_death("forkserver", describe_exit(-status if status < 0 else status << 8))
-        self._forks_not_before = self.clock() + (delay_s or 0.0)
+        reason = forks.hung or describe_exit(-status if status < 0 else status << 8)
+        verdict = self._tree.died_beside("forkserver", reason, self.clock())
+        self._heed(verdict, "forkserver")
+        self._forks_not_before = self.clock() + (verdict.deaths[0].restart_in_s or 0.0)
         for child in self.children:
             if child.state == "spawning":
-                child.state = "waiting"
+                child.state, child.doomed = "waiting", ""
 
     def _adopt(self, reply: dict[str, Any]) -> None:
         child = self._by_name[reply["name"]]
@@ -286,6 +304,7 @@ class Supervisor:
         while reply := forks.reply():
             self._adopt(reply)
         self._leftovers.add(forks.pid)
+        self._hangs.forget(forks.pid)
         forks.close()
         self._forks = None
         return status
@@ -293,109 +312,50 @@ class Supervisor:
     # --- deaths ------------------------------------------------------------------------------------------
 
     def _reap(self, child: Child) -> None:
-        status = child.reap()
+        ending = child.reap()
         self._switchboard.forget(child.name, child.incarnation)
         self._leftovers.add(child.pid)
+        self._hangs.forget(child.pid)
         if self._forks is not None:
             self._forks.send({"forget": child.pid})
-        path = ending_path(self.sockets, child.name, child.incarnation)
-        ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else None
-        (self.sockets / f"{child.name}.{child.incarnation}.spec").unlink(missing_ok=True)
-        child.reason = ending.reason if ending and ending.reason else describe_exit(status)
-        if ending and ending.kind == "unrecoverable":
-            self._set_state(child, "gone")
+        if ending.kind == "unrecoverable":
+            child.state, child.reason = "gone", ending.reason
             self._end(Outcome(ending.exit_code, ending.reason, self.restarts))
-        elif child.doomed and not self._ending:
-            child.doomed = False
-            self._wait_to_start(child, 0.0)
-        elif self._ending or child.state == "stopping" or self._is_done(child, ending):
-            child.reason = ""
-            self._set_state(child, "done")
         else:
-            self._restart(child)
+            finished = ending.kind == "finished"
+            self._heed(self._tree.ended(child, ending.reason, self.clock(), finished=finished), child.name)
+        self._announce(child)
 
-    def _is_done(self, child: Child, ending: Ending | None) -> bool:
-        finished = ending is not None and ending.kind == "finished"
-        return finished and child.role.restart is not Restart.PERMANENT
-
-    def _restart(self, child: Child) -> None:
-        if child.role.restart is Restart.TEMPORARY:
-            self._set_state(child, "gone")
-            self.observer.on_death(child.name, child.reason, None)
-            if child.role.name in self.graph.ends_with:
-                story = f"{child.name} died: {child.reason}. The run waits for it and it is never restarted."
-                self._end(Outcome(1, story, self.restarts))
-            return
-        delay_s = self._note_death(child.name, child.reason)
-        if delay_s is None:
-            self._set_state(child, "gone")
-            return
-        child.restarts += 1
-        self._wait_to_start(child, delay_s)
-        for other in self._taken_down_by(child):
-            other.doomed = other.alive
-
-    def _taken_down_by(self, child: Child) -> Sequence[Child]:
-        match self.graph.strategy:
-            case Strategy.ONE_FOR_ONE:
-                return []
-            case Strategy.ONE_FOR_ALL:
-                return [other for other in self.children if other is not child and other.state != "done"]
-            case Strategy.REST_FOR_ONE:
-                return [other for other in self.children if other.position > child.position]
-
-    def _note_death(self, name: str, reason: str) -> float | None:
-        """Count a death; the seconds to wait before the restart, or None: too many, the run ends."""
-        count, delay_s = self._budget.spend(self.clock())
-        self.observer.on_death(name, reason, delay_s)
-        if delay_s is None:
-            story = (
-                f"{name} died: {reason}. That was death {count} within {self.graph.within_s:g} s and "
-                f"{self.graph.max_restarts} restarts are allowed, so the run ends."
-            )
-            output = tail(self.folder / "logs" / f"{name}.log")
-            self._end(Outcome(1, story + output, self.restarts))
-        return delay_s
-
-    def _wait_to_start(self, child: Child, delay_s: float) -> None:
-        child.not_before = self.clock() + delay_s
-        self._set_state(child, "waiting")
+    def _heed(self, verdict: Verdict, name: str) -> None:
+        """Say who died, and end the run if that was too much. name: whose log ends with the cause."""
+        for death in verdict.deaths:
+            self.observer.on_death(death.name, death.reason, death.restart_in_s)
+        if verdict.story:
+            story = verdict.story + tail(self.folder / "logs" / f"{name}.log")
+            self._end(Outcome(1, story, self.restarts))
 
     # --- telling -----------------------------------------------------------------------------------------
 
-    def _set_state(self, child: Child, state: str) -> None:
-        child.state = state
+    def _announce(self, child: Child) -> None:
+        self.observer.on_state(child.name, child.state)
         self._changed[child.name] = child
-        self.observer.on_state(child.name, state)
 
     def _tell_changes(self) -> None:
         """Everybody who is there hears what has changed since the last time."""
         if self._changed:
-            frame = msgpack.encode(Membership([self._member(child) for child in self._changed.values()]))
+            frame = msgpack.encode(Membership([_member(child) for child in self._changed.values()]))
             self._changed.clear()
             for child in self.children:
                 self._switchboard.send(child.name, child.incarnation, frame)
 
-    def _member(self, child: Child) -> Member:
-        states = {"up": "up", "stopping": "up", "done": "gone", "gone": "gone"}
-        state = states.get(child.state, "down")
-        return Member(child.name, child.role.name, child.incarnation, state, child.reason)
+    def restart(self, name: str) -> Restarting:
+        """Stop a role or one of its replicas in order and start it again at once; no death is counted."""
+        return Restarting([child.name for child in self._tree.restart(name, self.clock())])
 
-    def _send(self, child: Child, message: Membership | Stop) -> None:
-        self._switchboard.send(child.name, child.incarnation, msgpack.encode(message))
+    def status(self) -> RunStatus:
+        """Everybody, for `rolecall ps`."""
+        return run_status(self.children, self._dead_letters)
 
-    def status(self) -> list[ActorStatus]:
-        """Every actor, for `rolecall ps`."""
-        now = time.monotonic_ns()
-        found = []
-        for child in self.children:
-            pid, handling_s = 0, None
-            if child.alive:
-                pid = child.pid
-                handling_s = Page(page_path(self.sockets, child.name)).running_for_s(now)
-            found.append(
-                ActorStatus(
-                    child.name, pid, child.state, child.incarnation, child.restarts, 0, None, handling_s, 0
-                )
-            )
-        return found
+
+def _member(child: Child) -> Member:
+    return Member(child.name, child.role.name, child.incarnation, STATES[child.state], child.reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from .control import supervisor_path
 from .sockets import Connection, listen
@@ -24,7 +25,8 @@ class Switchboard:
         self._poller.register(self._listener, select.EPOLLIN)
         self._callers: dict[int, Connection] = {}
         self._actors: dict[tuple[str, int], Connection] = {}  # by name and incarnation
-        self._who: dict[Connection, tuple[str, int]] = {}
+        # Last words may be read after a death, so these are kept as long as anybody speaks of the connection.
+        self._who = WeakKeyDictionary[Connection, tuple[str, int]]()
         self._heard: list[tuple[Connection, bytes | memoryview]] = []
 
     def add(self, fd: int) -> None:
@@ -56,9 +58,9 @@ class Switchboard:
         self._actors[name, incarnation] = caller
         self._who[caller] = name, incarnation
 
-    def actor(self, caller: Connection) -> tuple[str, int] | None:
-        """Name and incarnation of who is at the other end; None: it has not said hello."""
-        return self._who.get(caller)
+    def actor(self, caller: Connection) -> tuple[str, int]:
+        """Name and incarnation of who is at the other end, which has said hello."""
+        return self._who[caller]
 
     def send(self, name: str, incarnation: int, frame: bytes) -> None:
         """Nothing happens if it has not said hello yet, and hears everything when it does, or has just died."""
@@ -87,7 +89,5 @@ class Switchboard:
             caller.close()
 
     def forget(self, name: str, incarnation: int) -> None:
-        """It is dead, and what it said has been heard."""
-        caller = self._actors.pop((name, incarnation), None)
-        if caller is not None:
-            del self._who[caller]
+        """It is dead."""
+        self._actors.pop((name, incarnation), None)

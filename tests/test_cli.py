@@ -18,7 +18,9 @@ FLAGS = {
     "run": ["--json", "--proxy", "--runs", "--set"],
     "show": ["--set"],
     "diff": [],
-    "ps": ["--runs"],
+    "ps": ["--json", "--runs"],
+    "logs": ["--follow", "--runs"],
+    "restart": ["--runs"],
     "stop": ["--runs"],
     "sample": ["--runs"],
     "join": ["--runs", "--token-file", "--workers"],
@@ -136,7 +138,15 @@ def test_every_command_with_settings_checks_them(capsys: pytest.CaptureFixture[s
 
 
 def test_argparse_mistakes_are_exit_code_2(capsys: pytest.CaptureFixture[str]):
-    for arguments in ([], ["runn"], ["run"], ["run", "async_grpo", "--sett", "a=b"], ["join", "http://x"]):
+    for arguments in (
+        [],
+        ["runn"],
+        ["run"],
+        ["run", "async_grpo", "--sett", "a=b"],
+        ["join", "http://x"],
+        ["logs"],
+        ["restart"],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
@@ -155,7 +165,9 @@ def test_runs_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert refused(capsys, "ps", "--runs", root).startswith(f"there is no live run in {root}: start one with")
     past_run(tmp_path / "runs", "old", started=1.0)
     assert refused(capsys, "stop", "--runs", root).startswith("there is no live run in")
-    assert refused(capsys, "ps", "old", "--runs", root) == "run old is not live: it has ended"
+    for command in (["ps"], ["restart", "trainer"], ["stop"]):
+        text = refused(capsys, *command, "old", "--runs", root)
+        assert text == "run old is not live: it has ended"
     text = refused(capsys, "sample", "older", "hello", "--runs", root)
     assert text == f"there is no run 'older'; the newest in {root} are: old"
     assert "run old has no adapter to sample from" in refused(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import os
 import sys
+import termios
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from rolecall.runtime.console import Console, say
+from rolecall.runtime.console import Console, actors_table, say, terminal_width
+from rolecall.runtime.control import ActorStatus
 from rolecall.runtime.runs import RunFolder
 
 from .commands import lines
@@ -123,11 +125,11 @@ def test_a_terminal_that_has_gone_costs_only_the_view(tmp_path: Path, monkeypatc
 
 
 def test_say_to_nobody(capsys: pytest.CaptureFixture[str]):
-    say("lost", None)
+    assert not say("lost", None)
     with broken_pipe() as stream:
+        assert not say("lost", stream)
         say("lost", stream)
-        say("lost", stream)
-    say("heard", sys.stdout)
+    assert say("heard", sys.stdout)
     assert capsys.readouterr().out == "heard\n"
 
 
@@ -137,3 +139,50 @@ def test_say_to_a_full_disk_is_an_error():
         say("lost", stream)
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     stream.close()
+
+
+ACTORS = [
+    ActorStatus("prompts", 4194304, "up", 1, 0, 0, None, None, 24 << 20),
+    ActorStatus("rollout-10", 77, "starting", 12, 3, 1024, 99.5, 0.04, 1 << 30),
+    ActorStatus("trainer", 8, "up", 13, 0, 2, 100.0, 6000.0, 2750 << 20),
+    ActorStatus("evaluator", 0, "waiting", 0, 0, 16, 5999.0, None, 0),
+]
+
+
+def test_a_table_says_everything_in_columns():
+    assert actors_table(ACTORS).splitlines() == [
+        "ROLE           PID STATE    INCARNATION RESTARTS WAITING  OLDEST HANDLING  MEMORY",
+        "prompts    4194304 up                 1        0       0       -        -  24 MiB",
+        "rollout-10      77 starting          12        3    1024  99.5 s    0.0 s 1.0 GiB",
+        "trainer          8 up                13        0       2   2 min    1.7 h 2.7 GiB",
+        "evaluator        - waiting            -        0      16 100 min        -       -",
+    ]
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_is_told_which():
+    whole = actors_table(ACTORS).splitlines()
+    width = max(map(len, whole))
+    assert actors_table(ACTORS, width).splitlines() == whole
+    narrower = actors_table(ACTORS, width - 1).splitlines()
+    assert "INCARNATION" not in narrower[0] and narrower[-1] == "no room for INCARNATION"
+    for width in range(20, 200):
+        *rows, last = actors_table(ACTORS, width).splitlines()
+        assert max(map(len, rows)) <= width
+        assert [row.split()[0] for row in rows[:4]] == ["ROLE", "prompts", "rollout-10", "trainer"]
+        titles = set(rows[0].split()) | set(last.removeprefix("no room for ").split(", "))
+        assert titles >= set(whole[0].split())
+
+
+def test_nobody_is_a_table_of_titles():
+    assert actors_table([]).split() == actors_table(ACTORS).splitlines()[0].split()
+
+
+def test_only_a_terminal_has_a_width():
+    assert terminal_width(None) is None
+    assert terminal_width(io.StringIO()) is None
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        assert terminal_width(stream) is None  # a new one has not said
+        termios.tcsetwinsize(theirs, (24, 61))
+        assert terminal_width(stream) == 61
+    os.close(ours)

@@ -105,3 +105,39 @@ def test_a_machine_that_joins_runs_the_elastic_roles_and_what_only_they_can_reac
     assert [role.name for role in reached] == ["store"]
     assert (part.strategy, part.max_restarts, part.within_s) == (Strategy.REST_FOR_ONE, 7, 9.0)
     assert graph["worker"].replicas == 2
+
+
+def test_a_supervisor_of_their_own_keeps_the_order_of_its_roles():
+    graph, worker = ring()
+    graph.supervise(worker, Ref("scorer"), strategy=Strategy.ONE_FOR_ALL, max_restarts=3, within_s=30.0)
+    [subtree] = graph.subtrees
+    assert subtree.roles == ("scorer", "worker")
+    assert subtree.name == "subtree scorer+worker"
+    assert (subtree.strategy, subtree.max_restarts, subtree.within_s) == (Strategy.ONE_FOR_ALL, 3, 30.0)
+
+
+def test_a_role_has_one_supervisor_and_must_be_there():
+    graph, worker = ring()
+    with pytest.raises(ValueError, match="'trainer' is not in graph ring: add it before it is supervised"):
+        graph.supervise(worker, Ref("trainer"))
+    with pytest.raises(ValueError, match="worker has a supervisor of its own already"):
+        graph.supervise(worker, worker)
+    with pytest.raises(ValueError, match="graph ring: a supervisor needs at least one role"):
+        graph.supervise()
+    graph.supervise(worker)
+    with pytest.raises(ValueError, match="worker has a supervisor of its own already"):
+        graph.supervise(Ref("scorer"), worker)
+    assert [subtree.roles for subtree in graph.subtrees] == [("worker",)]
+
+
+def test_a_machine_that_joins_keeps_the_supervisors_of_what_it_runs():
+    graph, worker = ring()
+    graph.place(worker, elastic=True)
+    graph.supervise(Ref("store"))
+    graph.supervise(Ref("scorer"), worker, max_restarts=9)
+    assert [subtree.roles for subtree in graph.part_for_joining(1)[0].subtrees] == [("scorer", "worker")]
+    other, worker = ring()
+    other.place(worker, elastic=True)
+    other.supervise(Ref("store"), worker, max_restarts=9)
+    [subtree] = other.part_for_joining(1)[0].subtrees
+    assert (subtree.roles, subtree.max_restarts) == (("worker",), 9)

@@ -74,6 +74,7 @@ def leavers_of_nohup(request: pytest.FixtureRequest) -> Iterator[Leavers]:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("leavers", ["nothing", "be fresh"], indirect=True)
 def test_the_supervisor_is_killed(leavers: Leavers):
     pids = leavers.wait_until_here()
     sockets = Path(RunFolder(leavers.run_folder()).info.sockets)

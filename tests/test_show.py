@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rolecall import Ref, Strategy
 from rolecall.recipes import async_grpo, sync_grpo
 from rolecall.runtime.show import difference, picture
 
@@ -63,3 +64,14 @@ def test_replicas_and_restarts_are_part_of_the_difference():
     one, two = (sync_grpo.build(sync_grpo.Config(rollout_workers=count)) for count in (1, 2))
     marked = difference(one, two).splitlines()[2:]
     assert "- rollout: RolloutWorker" in marked and "+ rollout: RolloutWorker ×2" in marked
+
+
+def test_supervisors_of_their_own_are_part_of_the_picture_and_the_difference():
+    one, two = (sync_grpo.build(sync_grpo.Config()) for _ in range(2))
+    two.supervise(Ref("reward"), Ref("rollout"), strategy=Strategy.ONE_FOR_ALL, max_restarts=9)
+    assert (
+        picture(two).splitlines()[-2] == "  reward and rollout apart: restarts everybody, at most 9 in 60 s"
+    )
+    assert difference(one, two).splitlines()[2:] == [
+        "+ reward and rollout apart: restarts everybody, at most 9 in 60 s"
+    ]

@@ -46,6 +46,12 @@ class Idle(Actor):
         (self.state_folder / "pid").write_text(str(os.getpid()))
 
 
+class Fresh(Parent):
+    """In an interpreter of its own."""
+
+    fork_safe = False
+
+
 class Stubborn(Parent):
     """Takes a minute to stop."""
 
@@ -60,7 +66,7 @@ class Config:
 
 def build(config: Config) -> Graph:
     graph = Graph("leavers")
-    kind = Stubborn if config.does == "hang" else Parent
+    kind = {"hang": Stubborn, "be fresh": Fresh}.get(config.does, Parent)
     parent = graph.add("parent", kind, pipe=config.pipe, does=config.does)
     graph.add("idle", Idle, parent)
     graph.until(parent)

@@ -65,6 +65,7 @@ class Config:
     kind: str = "Node"
     restart: Restart = Restart.TRANSIENT
     until: str = ""
+    apart: int | None = None  # so many restarts has a supervisor of their own for b and c
 
 
 def build(config: Config) -> Graph:
@@ -79,6 +80,8 @@ def build(config: Config) -> Graph:
     b = graph.add("b", kind, a, does=config.does)
     c = graph.add("c", Node, b)
     graph.place(b, restart=config.restart)
+    if config.apart is not None:
+        graph.supervise(b, c, strategy=Strategy.ONE_FOR_ALL, max_restarts=config.apart)
     for ref in (a, b, c):
         if ref.name == config.until:
             graph.until(ref)
