@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import logging
 import math
 import os
@@ -74,6 +75,8 @@ class Spec:
 
 def run_actor(spec_path: Path) -> None:
     """Be the actor described in `spec_path` until it finishes, is stopped or crashes."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what it printed last, before a kill, tells most
     faulthandler.enable()
     # In C, whatever holds the GIL; a handler of Python's own would wait until it is let go.
     faulthandler.register(STACKS_SIGNAL, all_threads=True, chain=False)

@@ -135,10 +135,10 @@ from rolecall import Actor, Graph
 
 class Talker(Actor):
     def on_start(self):
-        print(self.name, "begins", flush=True)
+        print(self.name, "begins")
 
     def on_stop(self):
-        print("ends", flush=True)
+        print("ends")
 
 class Gate(Actor):
     def on_start(self):
@@ -162,7 +162,7 @@ def live(tmp_path: Path) -> Iterator[Command]:
     """A run of two talkers, who are up, and of one who is started when somebody has opened the pipe `gate`."""
     (tmp_path / "talkers.py").write_text(TALKERS)
     os.mkfifo(tmp_path / "gate")
-    run = Command(["run", "talkers.py"], tmp_path)
+    run = Command(["run", "talkers.py"], tmp_path, {"PYTHONUNBUFFERED": ""})
     logs = run.run_folder() / "logs"
     try:
         until(lambda: all(once(logs, f"talker-{number}") for number in (0, 1)))

@@ -76,8 +76,11 @@ def test_a_live_run_from_another_terminal(tmp_path: Path):
     command = Command(["run", "async_grpo", "--set", "steps=1000"], tmp_path)
     until(lambda: lines(command.run_folder() / "metrics.jsonl"))
     assert "trainer" in _run(_arguments("rolecall ps"), tmp_path)
+    follower = Command(_arguments("rolecall logs"), tmp_path)
+    assert "restarting rollout-0, rollout-1" in _run(_arguments("rolecall restart"), tmp_path)
     _run(_arguments("rolecall stop"), tmp_path)
     assert command.finish(60)[0] == 130
+    assert follower.finish(60)[0] == 0
 
 
 def test_show_and_diff(tmp_path: Path):

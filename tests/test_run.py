@@ -68,7 +68,7 @@ def test_a_killed_role_costs_nothing_but_time(tmp_path: Path, role: str):
     folder = command.run_folder()
     at_step = random.Random(role).randint(1, 4)
     until(lambda: len(lines(folder / "metrics.jsonl")) >= at_step)
-    actor = next(actor for actor in RunFolder(folder).status() if actor.name == role)
+    actor = next(actor for actor in RunFolder(folder).status().actors if actor.name == role)
     os.kill(actor.pid, signal.SIGKILL)
     code, out, err = command.finish()
     assert code == 0, err
@@ -85,7 +85,7 @@ def test_sync_goes_on_after_kills_of_a_worker_and_of_the_trainer(tmp_path: Path)
     folder = command.run_folder()
     for role, at_step in (("rollout-1", 2), ("trainer", 4)):
         until(lambda at_step=at_step: len(lines(folder / "metrics.jsonl")) >= at_step)
-        actor = next(actor for actor in RunFolder(folder).status() if actor.name == role)
+        actor = next(actor for actor in RunFolder(folder).status().actors if actor.name == role)
         os.kill(actor.pid, signal.SIGKILL)
     code, _, err = command.finish()
     assert code == 0, err

@@ -116,7 +116,6 @@ def test_a_name_that_means_nobody_is_told_of_those_there_are():
     assert str(nobody("there is no log of 'x'", "x", [])) == "there is no log of 'x'. There are: none"
 
 
-@pytest.mark.slow
 def test_a_supervisor_that_listens_no_more_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = create_run(tmp_path, "async_grpo", {})
     (tmp_path / "sockets").mkdir()
