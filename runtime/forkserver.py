@@ -141,7 +141,8 @@ def _serve(connection: socket.socket, supervisor: int, sessions: set[int]) -> No
             sessions.add(pid)
             with gate:
                 connection.send(json.encode({"name": request["name"], "pid": pid}))
-                gate.write(b"!")
+                with contextlib.suppress(BrokenPipeError):  # the supervisor has killed it already
+                    gate.write(b"!")
 
 
 def _preload(modules: list[str], started: dict[str, int]) -> None:
@@ -161,7 +162,8 @@ def _why_not_fork(started: dict[str, int]) -> str:
     if _threads() == 1:
         return ""
     culprits = " and ".join(f"{module} ({count})" for module, count in started.items())
-    return f"forking is not safe because the fork server has {_threads()} threads, started by importing {culprits}"
+    by = f", started by importing {culprits}" if culprits else ""
+    return f"forking is not safe because the fork server has {_threads()} threads{by}"
 
 
 def _note(request: dict[str, Any]) -> None:

@@ -270,7 +270,9 @@ def test_an_interrupt_during_start_up_says_nothing(tmp_path: Path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     (tmp_path / "long.py").write_text(
-        f"open({str(pipe)!r}, 'w').write('here')\nimport time\nwhile True:\n    time.sleep(0.01)\n"
+        # `with`: an interrupt that came while a forgotten file is closed would be ignored.
+        f"import time\nwith open({str(pipe)!r}, 'w') as pipe:\n    pipe.write('here')\n"
+        "while True:\n    time.sleep(0.01)\n"
     )
     command = Command(["run", "long.py"], tmp_path)
     with pipe.open() as opened:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rolecall.runtime.forkserver import ForkServer, become_subreaper
 
 from .processes import Run
 
@@ -76,3 +78,20 @@ def test_what_the_recipes_preload_can_be_forked(tmp_path: Path):
     run = start(tmp_path, "Heavy")
     assert not is_fresh(run.reports["middle"][0])
     assert not is_fresh(run.reports["after"][0])
+
+
+def test_an_actor_that_is_killed_as_soon_as_it_is_known_costs_the_fork_server_nothing(tmp_path: Path):
+    become_subreaper()
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    server = ForkServer(tmp_path / "log", sockets)
+    request = {"name": "a", "spec": "/nowhere", "log": str(tmp_path / "a.log"), "preloads": [], "fresh": ""}
+    for _ in range(100):
+        server.send(request)
+        reply = server.reply()
+        assert reply is not None, "it has ended"
+        os.kill(reply["pid"], signal.SIGKILL)
+        os.waitpid(reply["pid"], 0)
+    server.kill()
+    server.close()
+    assert sockets.is_dir()

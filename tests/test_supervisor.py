@@ -7,15 +7,11 @@ import os
 import random
 import signal
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rolecall.runtime.child import Child
-from rolecall.runtime.control import ActorStatus
-from rolecall.runtime.status import run_status
 
 from .processes import Run
 
@@ -346,60 +342,6 @@ def test_an_observer_that_fails_leaves_nobody(tmp_path: Path):
     assert not run.supervisor.sockets.exists()
 
 
-def test_status_names_everybody_and_what_they_handle(tmp_path: Path):
-    seen: list[ActorStatus] = []
-
-    def act(run: Run, kind: str, name: str, value: Any) -> None:
-        if kind == "report" and value.get("hanging"):
-            seen.extend(run.supervisor.status().actors)
-            run.kill(name)
-
-    run = Run("talk", tmp_path, {"scene": "kill"}, act)
-    assert run.go().exit_code == 0
-    assert [(one.name, one.state, one.restarts) for one in seen] == [
-        ("target", "up", 0),
-        ("relay", "up", 0),
-        ("caller", "up", 0),
-    ]
-    assert [one.handling_s is not None for one in seen] == [True, False, False]
-    assert seen[0].handling_s is not None
-    assert 0.0 <= seen[0].handling_s < 60.0
-    assert len({one.pid for one in seen}) == 3
-
-
-def take_down(by: Callable[[Run], Any]) -> Act:
-    """Act once the sender of graphs/taken.py has sent everything and the ledger is in its first message."""
-
-    def act(run: Run, kind: str, name: str, value: Any) -> None:
-        if kind == "report" and ("sent" in value or "holding" in value):
-            seen.append(name)
-            if sorted(seen) == ["ledger", "sender"]:
-                by(run)
-
-    seen: list[str] = []
-    return act
-
-
-@pytest.mark.parametrize(
-    ("settings", "by"),
-    [
-        ({"strategy": "REST_FOR_ONE"}, lambda run: run.kill("victim")),
-        ({"strategy": "ONE_FOR_ALL", "subtree": "true"}, lambda run: run.kill("victim")),
-        ({}, lambda run: run.supervisor.restart("ledger")),
-    ],
-)
-def test_the_mail_of_who_is_taken_down_waits_for_its_next_incarnation(
-    tmp_path: Path, settings: dict[str, Any], by: Callable[[Run], Any]
-):
-    run = Run("taken", tmp_path, settings, take_down(by))
-    assert run.go().exit_code == 0
-    lines = run.reports["sender"][-1]["lines"]
-    assert [line for line, _ in lines] == ["held", *map(str, range(100))]
-    incarnations = [int(incarnation) for _, incarnation in lines]
-    assert incarnations[0] < incarnations[1] == incarnations[-1]
-    assert run.dead_letters == []
-
-
 def test_a_role_is_restarted_by_request_in_order_and_nothing_is_counted(tmp_path: Path):
     answers: list[list[str]] = []
 
@@ -430,28 +372,6 @@ def test_nobody_has_the_name_that_is_to_be_restarted(tmp_path: Path):
     run = tree(tmp_path, after_ups(3, act))
     assert run.go().exit_code == 130
     assert answers == [[]]
-
-
-def test_status_sums_what_waits_over_all_who_sent_it(tmp_path: Path):
-    role = Run("tree", tmp_path).graph["a"]
-    children = [Child(role, 0, name, sockets=tmp_path) for name in ("a", "b", "c")]
-    for child in children[:2]:
-        child.adopt(os.getpid())
-    now = time.monotonic_ns()
-    children[0].page.note_sent(1, 3, now - 2 * 10**9)
-    children[1].page.note_sent(1, 4, now - 5 * 10**9)
-    children[2].page.note_sent(1, 100, 1)  # before it died
-    children[1].page.begin(7, 1, now - 10**9)
-    status = run_status(children, 6)
-    for child in children[:2]:
-        os.close(child.pidfd)
-    a, b, c = status.actors
-    assert (a.waiting, b.waiting, c.waiting, status.dead_letters) == (0, 7, 0, 6)
-    assert (a.oldest_s, c.oldest_s) == (None, None)
-    assert b.oldest_s is not None and 5.0 <= b.oldest_s < 60.0
-    assert b.handling_s is not None and 1.0 <= b.handling_s < 60.0
-    assert (a.handling_s, c.handling_s, c.pid, c.rss) == (None, None, 0, 0)
-    assert a.rss > 1 << 20
 
 
 def test_runs_leave_no_file_descriptor_and_no_zombie(tmp_path: Path):

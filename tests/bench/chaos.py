@@ -41,6 +41,7 @@ GRACE_S = 45.0  # for the senders to settle: more than the deadline of an ask
 GAP_S = 0.2  # between two blows, on average; but some come in pairs
 PAIRED = 0.2
 PAUSE_S = (0.01, 0.6)
+MISS_S, RETRY_S = 2.0, 0.005
 TARGETS = {"receiver": 50, "mortal": 25, "steady": 8, "forkserver": 5, "grandchild": 12}
 ROLES = {
     "receiver": ("lone", "pool"),
@@ -57,7 +58,8 @@ ZEROS = (
 
 @dataclass
 class Killer(threading.Thread):
-    """Strikes for `seconds`, then lets all go on, writes `over` into the run's folder and sees to it that the run ends.
+    """Strikes for `seconds` once all are up, then lets all go on, writes `over` into the run's folder and sees to it
+    that the run ends.
 
     finds_frozen: whether the supervisor kills what is stopped for good; nobody is, otherwise.
     """
@@ -78,6 +80,8 @@ class Killer(threading.Thread):
         return id(self)
 
     def run(self) -> None:
+        while not self.ended.is_set() and any(c.state != "up" for c in self.run_.supervisor.children):
+            self._wait(time.monotonic() + RETRY_S)
         strike_at = time.monotonic()
         over_at = strike_at + self.seconds
         try:
@@ -104,15 +108,17 @@ class Killer(threading.Thread):
         self.ended.wait(max(0.0, until - time.monotonic()))
 
     def _strike(self) -> None:
-        """One blow at one process, if there is such a one now."""
+        """One blow at one process; waits a while if there is no such process now."""
         kind = _draw(self.rng, TARGETS)
         blows = {blow: weight for blow, weight in BLOWS.items() if blow in ONLY.get(kind, BLOWS)}
         if not self.finds_frozen and kind != "grandchild":
             blows.pop("SIGSTOP", None)
         blow, place, pause_s = _draw(self.rng, blows), self.rng.random(), self.rng.uniform(*PAUSE_S)
-        pidfd = self._open(kind, place)
-        if pidfd is None:
-            return
+        give_up_at = time.monotonic() + MISS_S
+        while (pidfd := self._open(kind, place)) is None:
+            if time.monotonic() > give_up_at or self.ended.is_set():
+                return
+            self._wait(time.monotonic() + RETRY_S)
         hit = _send(pidfd, signal.Signals[blow.split(",")[0]])
         self.by_signal[blow] += hit
         self.by_target[kind] += hit
@@ -142,10 +148,9 @@ class Killer(threading.Thread):
             forks = supervisor._forks
             return None if forks is None else forks.pid
         alive = [child.pid for child in supervisor.children if child.alive and child.role.name in ROLES[kind]]
-        if not alive:
-            return None
-        pid = alive[int(place * len(alive))]
-        return _child_of(pid) if kind == "grandchild" else pid
+        if kind == "grandchild":
+            alive = [child for child in map(_child_of, alive) if child is not None]
+        return alive[int(place * len(alive))] if alive else None
 
 
 def _draw(rng: random.Random, weights: Mapping[str, int]) -> str:

@@ -18,7 +18,7 @@ from rolecall import Actor, Finished, Graph, Ref
 
 
 class Teller(Actor):
-    """Tells the tally its name `count` times, and then asks how often that was heard."""
+    """Tells the tally its name `count` times, then asks how often that was heard, and stays."""
 
     def __init__(self, tally: Ref[Tally], count: int) -> None:
         self.tally, self.count = tally, count
@@ -27,7 +27,7 @@ class Teller(Actor):
         for _ in range(self.count):
             self.tally.tell(Tally.add, self.name)
         self.report(heard=self.tally.ask(Tally.of, self.name))
-        raise Finished
+        return None
 
 
 class Tally(Actor):
@@ -55,7 +55,7 @@ class Slow(Actor):
 
     def digest(self, block: NDArray[np.int64]) -> None:
         for _ in range(2):
-            hashlib.sha256(block).digest()
+            hashlib.sha256(block.data).digest()
         self.count += 1
 
     def so_far(self) -> tuple[int, int]:
@@ -127,11 +127,11 @@ class ImportingLate(Actor):
 
 
 class Chatter(Actor):
-    """Speaks to the supervisor without end."""
+    """Speaks to the supervisor again and again."""
 
     def step(self) -> float | None:
         self.report(chatting=True)
-        return 0.0
+        return 0.001
 
 
 class Prompt(Actor):
@@ -164,7 +164,6 @@ def build(config: Config) -> Graph:
         case "count":
             teller = graph.add("teller", Teller, graph.add("tally", Tally), config.count)
             graph.place(teller, replicas=config.size)
-            graph.until(teller)
         case "flood":
             graph.until(graph.add("fast", Fast, graph.add("slow", Slow), config.count))
         case "glutton":
