@@ -103,17 +103,17 @@ class RunFolder:
         with select.epoll() as poller:
             try:
                 supervisor = Connection(connect(supervisor_path(Path(self.info.sockets))), poller)
-            except (ConnectionRefusedError, FileNotFoundError):
-                raise self._no_answer() from None
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                raise self._no_answer(ended=isinstance(error, ConnectionRefusedError)) from None
             supervisor.send(msgspec.msgpack.encode(message))
             reply = None
             if answer and not (poller.poll(ANSWER_TIMEOUT_S) and (reply := supervisor.receive())):
-                raise self._no_answer()
+                raise self._no_answer(ended=supervisor.ended)
             supervisor.close()
             return bytes(reply or b"")
 
-    def _no_answer(self) -> Unrecoverable:
-        if not self.live:
+    def _no_answer(self, *, ended: bool) -> Unrecoverable:
+        if ended or not self.live:
             return Unrecoverable(f"run {self.path.name} ended before it could answer")
         return Unrecoverable(
             f"the supervisor of {self.path.name} (pid {self.info.pid}) does not answer: if it stays so, kill it, "
