@@ -1,11 +1,10 @@
-"""One actor's process as its supervisor keeps it, and what a death leaves behind."""
+"""One actor's process as its supervisor keeps it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from .page import Page
 from .process import STACKS_SIGNAL
 from .tree import Slot
 
-__all__ = ["Child", "Leftovers", "describe_exit", "tail"]
+__all__ = ["Child", "describe_exit", "tail"]
 
 OUTPUT_TAIL_LINES = 50
 OUTPUT_TAIL_BYTES = 64 << 10
@@ -75,37 +74,6 @@ class Child(Slot):
         path = ending_path(self.sockets, self.name, self.incarnation)
         ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else Ending("killed")
         return replace(ending, reason=ending.reason or self.hung or describe_exit(status))
-
-
-class Leftovers:
-    """Process groups whose leader is dead: kills who is left of them, and lets no zombie stay."""
-
-    def __init__(self) -> None:
-        self._groups: set[int] = set()
-
-    def add(self, group: int) -> None:
-        self._groups.add(group)
-        self._signal(group, signal.SIGKILL)
-
-    def reap(self, timeout_s: float = 0.0) -> None:
-        """Orphans of dead actors became our children. Waits up to `timeout_s` for all of them to be gone."""
-        until = time.monotonic() + timeout_s
-        while True:
-            for group in list(self._groups):
-                try:
-                    while os.waitpid(-group, os.WNOHANG)[0]:
-                        pass
-                except ChildProcessError:
-                    self._signal(group, 0)
-            if not self._groups or time.monotonic() >= until:
-                return
-            time.sleep(0.001)  # they are killed, and end as fast as the kernel lets them
-
-    def _signal(self, group: int, number: int) -> None:
-        try:
-            os.killpg(group, number)
-        except (ProcessLookupError, PermissionError):  # nobody is left, or the number is somebody else's now
-            self._groups.discard(group)
 
 
 def describe_exit(status: int) -> str:

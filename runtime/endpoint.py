@@ -224,7 +224,9 @@ class Endpoint:
                     f"{peer.name} has {len(peer.unhandled)} messages to handle and takes no more"
                 )
             self._raise_if_stopping()
-            self._drive(POLL_S)
+            self._drive(0.0)  # an actor that is gone for good has room at once
+            if peer.full:
+                self._drive(POLL_S)
 
     def _wait(self, pending: Pending) -> None:
         while not pending.done:
@@ -269,7 +271,8 @@ class Endpoint:
         try:
             self._flush()
             if not send_only:
-                self._turn_over(timeout_s)
+                # What cannot be sent ends its ask at once.
+                self._turn_over(0.0 if pending is not None and pending.done else timeout_s)
         finally:
             self._hand_over()
 
@@ -318,8 +321,10 @@ class Endpoint:
     # --- the supervisor's word ---------------------------------------------------------------------------
 
     def to_supervisor(self, frame: bytes) -> None:
+        """When this returns it has left the process, whatever becomes of it."""
         self._words.append(frame)
-        self._drive(0.0)
+        while self._words:
+            self._drive(POLL_S if self._driving else 0.0)
 
     def _hear_supervisor(self, event: int) -> None:
         if event & select.EPOLLOUT:
@@ -384,6 +389,15 @@ class Endpoint:
         waiting.append((message.route, 0, pack_reply(kind, message.header.seq, *encode_body(value))))
         if self.mailbox.ready and len(waiting) == 1:
             self._send_soon()
+
+    def settle(self, timeout_s: float) -> None:
+        """Before the end: wait until what this actor told others is handled, for only its sender can send it again.
+        What is not by then becomes a dead letter."""
+        until = time.monotonic() + timeout_s
+        self._drive(0.0)
+        while self._outbox.telling and (left := until - time.monotonic()) > 0:
+            self._drive(min(left, POLL_S))
+        self._outbox.give_up(f"{self.name} ended before it heard that this was handled")
 
     def close(self) -> None:
         """Say what is left to say."""

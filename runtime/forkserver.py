@@ -35,10 +35,13 @@ from typing import Any, BinaryIO, NoReturn
 
 from msgspec import json
 
+from .leftovers import MARK, kill_marked
+
 __all__ = ["ForkServer", "become_subreaper", "main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SUPERVISOR_DIED = signal.SIGUSR1  # nobody else sends it, and a SIGTERM from a user must not end the actors
+LEFTOVERS_TIMEOUT_S = 2.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -60,6 +63,7 @@ class ForkServer:
         # One thread while importing: a BLAS that starts its pool would make every fork unsafe.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        environment[MARK] = str(sockets)
         arguments = map(str, [theirs.fileno(), os.getpid(), sockets, *sessions])
         # -P: nothing in the working directory may shadow a module.
         command = [sys.executable, "-P", "-m", "rolecall.runtime.forkserver", *arguments]
@@ -109,6 +113,7 @@ def main() -> None:
     def clean_up(signum: int = 0, frame: FrameType | None = None) -> None:
         for pid in sessions:
             _kill_session(pid)
+        kill_marked(sockets, LEFTOVERS_TIMEOUT_S)
         shutil.rmtree(sockets, ignore_errors=True)  # the supervisor may have come that far itself
         os._exit(0)  # an import that this interrupts must not go on
 

@@ -57,6 +57,19 @@ class Outbox:
         links = [peer.connection for peer in list(self.peers.values())]
         return any(link is not None and link.backlog for link in links)
 
+    @property
+    def telling(self) -> bool:
+        """Whether something was told that is not handled yet."""
+        return any(
+            message.pending is None for peer in self.peers.values() for message in peer.unhandled.values()
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Nobody will send again what was told."""
+        for peer in self.peers.values():
+            told = [message.method for message in peer.unhandled.values() if message.pending is None]
+            self.dead_letters += [(peer.name, method, reason) for method in told]
+
     def remove(self, name: str, seq: int) -> None:
         """Nobody waits for it any more."""
         with self._lock:

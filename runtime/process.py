@@ -132,6 +132,7 @@ class LifeSupport(Protocol):
     def handled(self, message: Incoming) -> None: ...
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None: ...
     def to_supervisor(self, frame: bytes) -> None: ...
+    def settle(self, timeout_s: float) -> None: ...
 
 
 class Life:
@@ -163,6 +164,7 @@ class Life:
         self.actor.on_stop()
         if not self.endpoint.again or ending.kind == "finished":
             self._refuse_the_rest()  # otherwise the next incarnation handles it
+        self.endpoint.settle(self.actor.stop_timeout_s / 2)
         self._bury()
         return ending
 
@@ -181,6 +183,7 @@ class Life:
             while endpoint.downs:
                 self.actor.on_down(endpoint.downs.popleft())
                 mailbox.changed()
+                step_at = 0.0 if steps else None
             message = mailbox.next()
             if message is not None:
                 if self._handle(message):
@@ -258,8 +261,8 @@ class Life:
             refusal = (
                 f"{self.actor.name} died while it handled {header.method}, or before its answer was sent"
             )
-        page.done(header.sender, header.seq)
         self._refuse(message, refusal)
+        page.done(header.sender, header.seq)  # only now: a kill in between must not leave it without a word
         return False
 
     def _refuse(self, message: Incoming, reason: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from msgspec import json, msgpack
 
-from .child import Child, Leftovers, describe_exit, tail
+from .child import Child, describe_exit, tail
 from .control import (
     DeadLetter,
     FromActor,
@@ -38,6 +38,7 @@ from .control import (
 from .forkserver import ForkServer, become_subreaper
 from .graph import Graph
 from .hang import HangWatch
+from .leftovers import Leftovers, kill_marked
 from .process import Spec
 from .remote import RemoteActor
 from .sockets import Connection
@@ -174,6 +175,7 @@ class Supervisor:
                 self._reap(child)
         self._switchboard.poll(0.0)
         self._hear_all()
+        kill_marked(self.sockets, LEFTOVERS_TIMEOUT_S)
         self._leftovers.reap(LEFTOVERS_TIMEOUT_S)
         self._switchboard.close()
         os.close(self._wake)

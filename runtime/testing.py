@@ -280,6 +280,9 @@ class _LocalActor:
     def breathe(self) -> None:
         """Nothing waits to be sent here."""
 
+    def settle(self, timeout_s: float) -> None:
+        """What was told lies in its receiver's mailbox already."""
+
     def handled(self, message: Incoming) -> None:
         message.route.set(Kind.DONE, None)
 

@@ -30,6 +30,7 @@ class Slot:
     position: its role's in the order of start; replicas share one.
     state: waiting (to be started, not before `not_before`), spawning, starting, up, stopping, done (finished or
     stopped), gone (died and stays dead).
+    wave: whom it is started with, one after the other: 0 is the start of the run, later ones are deaths.
     doomed: why it is taken down although it lives; again: it is started again afterwards.
     reason: why the last incarnation died; empty if it finished or was stopped.
     """
@@ -40,6 +41,7 @@ class Slot:
     state: str = "waiting"
     not_before: float = 0.0
     restarts: int = 0
+    wave: int = 0
     doomed: str = ""
     again: bool = False
     reason: str = ""
@@ -74,20 +76,24 @@ class RestartBudget:
     within_s: float
     rng: random.Random
     _deaths: deque[tuple[float, str, str]] = field(default_factory=deque)
+    _waited_s: float = 0.0
 
     def spend(self, name: str, reason: str, now: float) -> float | None:
         """The seconds to wait before the restart; None: there were too many deaths within the period.
 
         The first restart is at once; then waits double, with full jitter.
         """
-        self._deaths.append((now, name, reason))
-        while self._deaths[0][0] <= now - self.within_s:
+        lived = now - self._waited_s  # waiting for a restart is no time without a death
+        self._deaths.append((lived, name, reason))
+        while self._deaths[0][0] <= lived - self.within_s:
             self._deaths.popleft()
         if self.count > self.max_restarts:
             return None
         if self.count == 1:
             return 0.0
-        return self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0**self.count))
+        wait_s = self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0 ** min(self.count, 20)))
+        self._waited_s += wait_s
+        return wait_s
 
     @property
     def count(self) -> int:
@@ -118,6 +124,7 @@ class Tree(Generic[SlotT]):
     def __init__(self, graph: Graph, slots: Sequence[SlotT], rng: random.Random) -> None:
         self.graph, self.slots, self.rng = graph, slots, rng
         self.ending = False
+        self._waves = 0
         self._budget = RestartBudget(graph.max_restarts, graph.within_s, rng)
         self._subtrees = {name: subtree for subtree in graph.subtrees for name in subtree.roles}
         self._budgets = {subtree.name: self._fresh(subtree) for subtree in graph.subtrees}
@@ -140,16 +147,20 @@ class Tree(Generic[SlotT]):
         return [slot for slot in going if slot.position == last]
 
     def to_start(self, now: float) -> list[SlotT]:
-        """Those whose time has come and who wait for nobody that was added before them."""
-        if self.ending or any(slot.doomed for slot in self.slots):
+        """Those whose time has come, and of those that start together only the first.
+
+        Whom one death took down starts together, when all of them are down.
+        """
+        if self.ending:
             return []
-        coming = [slot for slot in self.slots if slot.state in ("waiting", "spawning", "starting")]
-        first = min((slot.position for slot in coming), default=0)
-        return [
-            slot
-            for slot in coming
-            if slot.state == "waiting" and slot.position == first and slot.not_before <= now
-        ]
+        first: dict[int, int] = {}  # of each wave, the position whose turn it is
+        for slot in self.slots:
+            if slot.doomed:
+                first[slot.wave] = -1
+            elif slot.state in ("waiting", "spawning", "starting"):
+                first[slot.wave] = min(slot.position, first.get(slot.wave, slot.position))
+        waiting = [slot for slot in self.slots if slot.state == "waiting" and not slot.doomed]
+        return [slot for slot in waiting if slot.position == first[slot.wave] and slot.not_before <= now]
 
     def restart(self, name: str, now: float) -> list[SlotT]:
         """Take a role or one of its replicas down by request, to be started again at once; no death is counted.
@@ -157,6 +168,7 @@ class Tree(Generic[SlotT]):
         Returns who that is: nobody if none has that name, or the run is ending.
         """
         named = [slot for slot in self.slots if name in (slot.name, slot.role.name) and not self.ending]
+        self._start_together(named)
         for slot in named:
             if slot.running or slot.state == "spawning":
                 slot.doomed, slot.again = slot.doomed or "restarted by request", True
@@ -213,8 +225,11 @@ class Tree(Generic[SlotT]):
         if delay_s is None:
             slot.state = "gone"
         else:
+            falling = _falling(strategy, slot.position, among)
+            if falling or slot.state == "up":  # one that was never ready is waited for as before
+                self._start_together([slot, *falling])
             self._again(slot, now + delay_s)
-            self._take_down(_falling(strategy, slot.position, among), f"{slot.name} died", now)
+            self._take_down(falling, f"{slot.name} died", now)
         return Verdict([Death(slot.name, slot.reason, delay_s)], story)
 
     def _escalate(self, slot: SlotT, subtree: Subtree, now: float) -> Verdict:
@@ -226,16 +241,22 @@ class Tree(Generic[SlotT]):
             slot.state = "gone"
             return Verdict(deaths, story)
         self._budgets[subtree.name] = self._fresh(subtree)
-        self._again(slot, now + delay_s)
         members = self._members(subtree)
         others = [other for other in self.slots if other not in members]
-        cause = f"{subtree.name} died"
-        self._take_down(members, cause, now + delay_s)
-        self._take_down(_falling(self.graph.strategy, members[0].position, others), cause, now)
+        falling = _falling(self.graph.strategy, members[0].position, others)
+        self._start_together([*members, *falling])
+        self._again(slot, now + delay_s)
+        self._take_down(members, f"{subtree.name} died", now + delay_s)
+        self._take_down(falling, f"{subtree.name} died", now)
         return Verdict(deaths)
 
     def _members(self, subtree: Subtree) -> list[SlotT]:
         return [slot for slot in self.slots if slot.role.name in subtree.roles]
+
+    def _start_together(self, slots: Sequence[SlotT]) -> None:
+        self._waves += 1
+        for slot in slots:
+            slot.wave = self._waves
 
     def _again(self, slot: SlotT, at: float) -> None:
         slot.state, slot.not_before = "waiting", at
