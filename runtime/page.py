@@ -22,7 +22,7 @@ import os
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["Fate", "Page"]
+__all__ = ["RECEIVERS", "Fate", "Page"]
 
 INTERRUPTED, SENDERS, ASIDE, RECEIVERS = 64, 512, 4096, 512
 _SENDER, _SEQ, _SINCE, _TRY = range(4)

@@ -101,6 +101,8 @@ class Connection:
 
     def receive(self) -> bytes | memoryview | None:
         """The next datagram. None: there is none now, or, if `ended`, there will be none."""
+        if self.ended:
+            return None
         try:
             data, ancillary, _, _ = self._socket.recvmsg(MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:

@@ -35,10 +35,12 @@ from .control import (
     Stop,
     StopRun,
 )
+from .errors import Unrecoverable
 from .forkserver import ForkServer, become_subreaper
 from .graph import Graph
 from .hang import HangWatch
 from .leftovers import Leftovers, kill_marked
+from .page import RECEIVERS
 from .process import Spec
 from .remote import RemoteActor
 from .sockets import Connection
@@ -103,6 +105,13 @@ class Supervisor:
     frozen_s: float = 5.0
 
     def __post_init__(self) -> None:
+        members = sum(len(role.members) for role in self.graph)
+        if members > RECEIVERS:
+            raise Unrecoverable(
+                f"graph {self.graph.name} has {members} actors on one machine, and there is room for {RECEIVERS}: "
+                "let other machines join with some of them",
+                exit_code=2,
+            )
         # Mode 0700, and short whatever TMPDIR says: socket paths end at 107 bytes.
         self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
         self.children = [
@@ -316,6 +325,7 @@ class Supervisor:
     def _reap(self, child: Child) -> None:
         ending = child.reap()
         self._switchboard.forget(child.name, child.incarnation)
+        self._hear_all()  # what a process said before it died comes before its death
         self._leftovers.add(child.pid)
         self._hangs.forget(child.pid)
         if self._forks is not None:

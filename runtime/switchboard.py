@@ -12,6 +12,8 @@ from .sockets import Connection, listen
 
 __all__ = ["Switchboard"]
 
+TURN = 64  # datagrams of one caller at a time, so that nobody talks the others down
+
 
 class Switchboard:
     """Where everybody of a run reaches its supervisor.
@@ -81,13 +83,16 @@ class Switchboard:
     def _hear(self, caller: Connection, event: int) -> None:
         if event & select.EPOLLOUT:
             caller.flush()
-        # All of it: what a process said before it died comes before its death.
-        while (data := caller.receive()) is not None:
+        for _ in range(TURN):
+            if (data := caller.receive()) is None:
+                break
             self._heard.append((caller, data))
         if caller.ended:
             del self._callers[caller.fileno()]
             caller.close()
 
     def forget(self, name: str, incarnation: int) -> None:
-        """It is dead."""
-        self._actors.pop((name, incarnation), None)
+        """It is dead: `heard` gives what is left of what it said."""
+        caller = self._actors.pop((name, incarnation), None)
+        while caller is not None and (data := caller.receive()) is not None:
+            self._heard.append((caller, data))

@@ -170,6 +170,12 @@ class Direct:
     def replicas(self, name: str) -> Sequence[str]:
         return self.roles.get(name, [name])
 
+    def pick(self, name: str) -> str:
+        return self.replicas(name)[0]
+
+    def watch(self, name: str) -> None:
+        raise NotImplementedError
+
 
 class Published:
     """A store, for a Buffer, that knows only the digests of versions 0 to `newest`."""

@@ -104,7 +104,7 @@ class Support:
         self.mailbox, self.page = Mailbox(), Page(folder / "page")
         self.chain: tuple[str, ...] = ()
         self.deadline = float("inf")
-        self.stopping = False
+        self.stopping = self.again = False
         self.downs: deque[Down] = deque()
         self.dead_letters: list[tuple[str, str, str]] = []
         self.seq, self.time, self.most = 0, 100.0, 0
@@ -131,6 +131,8 @@ class Support:
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None: ...
 
     def to_supervisor(self, frame: bytes) -> None: ...
+
+    def settle(self, timeout_s: float) -> None: ...
 
 
 def test_asks_that_timed_out_do_not_fill_the_page(tmp_path: Path):

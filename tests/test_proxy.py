@@ -54,6 +54,12 @@ class Answering:
     def replicas(self, name: str) -> Sequence[str]:
         return [name]
 
+    def pick(self, name: str) -> str:
+        return self.replicas(name)[0]
+
+    def watch(self, name: str) -> None:
+        raise NotImplementedError
+
 
 @pytest.fixture
 def actor() -> Iterator[Answering]:

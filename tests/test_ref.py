@@ -42,6 +42,12 @@ class Recorder:
     def replicas(self, name: str) -> Sequence[str]:
         return self.members[name]
 
+    def pick(self, name: str) -> str:
+        return self.replicas(name)[0]
+
+    def watch(self, name: str) -> None:
+        raise NotImplementedError
+
 
 @pytest.fixture
 def transport() -> Iterator[Recorder]:

@@ -82,7 +82,7 @@ def _kill_one(run: Path, rng: random.Random) -> str:
     time.sleep(after_s)
     while True:
         try:
-            alive = [actor for actor in RunFolder(run).status() if actor.pid]
+            alive = [actor for actor in RunFolder(run).status().actors if actor.pid]
         except Unrecoverable:
             return f"nobody: the run had ended after {after_s:.1f} s"
         if alive:
