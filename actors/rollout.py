@@ -8,7 +8,7 @@ import time
 from ..runtime import Actor, Finished, Ref, idempotent
 from ..runtime.store import Store
 from .buffer import Buffer
-from .engines import Engine, Request, Sampling
+from .engines import Engine, Request, Sampling, load_engine
 from .prompts import PromptSource
 from .reward import Reward
 from .types import PATIENCE_S, Batch, Completion, Group, Lease, Prompt
@@ -23,6 +23,7 @@ class RolloutWorker(Actor):
     its share of a step, one lease, when the trainer takes it.
 
     group_size: completions of one prompt. lease: prompts sampled at once (lease × group_size sequences).
+    engine: what samples, as `load_engine` takes it. lora_rank: the largest rank of the run's adapters.
     """
 
     preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")
@@ -39,8 +40,11 @@ class RolloutWorker(Actor):
         reward: Ref[Reward],
         weights: Store,
         sink: Ref[Buffer] | None = None,
+        engine: str = "transformers",
+        lora_rank: int = 16,
     ) -> None:
         self.model, self.sampling = model, sampling
+        self.engine_name, self.lora_rank = engine, lora_rank
         self.group_size, self.lease, self.seed = group_size, lease, seed
         self.prompts, self.reward, self.weights, self.sink = prompts, reward, weights, sink
 
@@ -53,9 +57,8 @@ class RolloutWorker(Actor):
         self._given: tuple[int, int, list[Group]] = (-1, -1, [])
 
     def _load_engine(self) -> Engine:
-        from .engines.transformers import load_engine
-
-        return load_engine(self.model)
+        sequences = self.lease * self.group_size
+        return load_engine(self.engine_name, self.model, max_lora_rank=self.lora_rank, max_num_seqs=sequences)
 
     def step(self) -> float | None:
         if self.sink is None:

@@ -45,6 +45,8 @@ class Config:
     lora_alpha: AtLeastOne = 16
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
+    engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
+    engine_python: str = ""  # the interpreter they run in; by default this one
     eval_problems: AtLeastOne = 256
     eval_every: AtLeastOne = 10
 
@@ -64,6 +66,7 @@ def build(config: Config) -> Graph:
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
+        engine=config.engine, lora_rank=config.lora_rank,
         prompts=prompts, reward=reward, weights=weights,
     )  # fmt: skip
     trainer = graph.add(
@@ -79,6 +82,6 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
 
     # How they run, and when the run is over.
-    graph.place(rollout, replicas=config.rollout_workers)
+    graph.place(rollout, python=config.engine_python, replicas=config.rollout_workers)
     graph.until(trainer, evaluator)
     return graph

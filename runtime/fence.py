@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from .errors import Unrecoverable
-from .objects import Conflict, Missing, Objects, StoreError, read
+from .objects import Conflict, Missing, Objects, StoreError, decoded
 
 __all__ = ["HEAD", "Fence", "Fenced", "Head", "nonce"]
 
@@ -59,11 +59,11 @@ class Fence:
 
         self._move(published)
 
-    def check(self, epoch: int, version: int | None = None) -> None:
-        """Raise Fenced if a newer epoch was taken, StoreError if `version` is not greater than HEAD's."""
-        self._check(self.read(), epoch, version)
+    def check(self, epoch: int, version: int | None = None) -> Head:
+        """HEAD; Fenced if a newer epoch was taken, StoreError if `version` is not greater than HEAD's."""
+        return self._check(self.read(), epoch, version)
 
-    def _check(self, head: Head | None, epoch: int, version: int | None) -> None:
+    def _check(self, head: Head | None, epoch: int, version: int | None) -> Head:
         if head is None or head.epoch < epoch:
             raise StoreError(
                 f"run {self._run!r} has not reached epoch {epoch}: take_epoch() gives the next one"
@@ -77,13 +77,13 @@ class Fence:
             raise StoreError(
                 f"run {self._run!r} is at version {head.version}: the next is greater, not {version}"
             )
+        return head
 
     def _read(self) -> tuple[Head, str] | None:
         try:
-            data, etag = read(self._objects, HEAD)
+            return decoded(self._objects, HEAD, Head)
         except Missing:
             return None
-        return msgspec.json.decode(data, type=Head), etag
 
     def _move(self, moved: Callable[[Head | None], Head]) -> Head:
         for _ in range(100):  # each race lost was won by another writer

@@ -2,11 +2,12 @@
 
 Importing torch, transformers and peft takes seconds; a fork takes milliseconds. The server opens no sockets
 but the one it listens on and no CUDA device, so its children are as good as new, as long as it has one thread.
-If an import has started others, or an actor's class says that it is not `fork_safe`, the child replaces itself
-by a fresh interpreter, and says so in its log.
+If an import has started others, an actor's class says that it is not `fork_safe`, or its role has an interpreter
+of its own, the child replaces itself by a fresh interpreter, and says so in its log.
 
 Requests and replies are JSON datagrams on a socket pair:
-    {"name", "spec", "log", "preloads", "fresh"}  →  {"name", "pid"}     fresh: why not a fork; empty: a fork
+    {"name", "spec", "log", "preloads", "fresh", "python"}  →  {"name", "pid"}
+        fresh: why not a fork; empty: a fork. python: whose path the fresh interpreter has
     {"forget": pid}                         its session is gone: the number may soon be somebody else's
 Each actor is forked twice, so that it becomes a child of the supervisor (a subreaper). It goes on only when the
 reply has been sent, so there is none that the supervisor can't know of; then it leads its own session, and
@@ -35,13 +36,15 @@ from typing import Any, BinaryIO, NoReturn
 
 from msgspec import json
 
+from .errors import Unrecoverable
 from .leftovers import MARK, kill_marked
 
-__all__ = ["ForkServer", "become_subreaper", "main"]
+__all__ = ["ForkServer", "become_subreaper", "check_interpreter", "main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SUPERVISOR_DIED = signal.SIGUSR1  # nobody else sends it, and a SIGTERM from a user must not end the actors
 LEFTOVERS_TIMEOUT_S = 2.0
+TRIAL_TIMEOUT_S = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,6 +52,30 @@ def become_subreaper() -> None:
     """Orphans of this process's descendants become its own children, so that it can reap them."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def check_interpreter(python: str, role: str) -> None:
+    """Raise Unrecoverable (exit code 2) for one that can't run an actor."""
+    command = [python, "-P", "-c", "import rolecall.runtime.process"]
+    try:
+        tried = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_TIMEOUT_S,
+        )
+    except OSError as error:
+        reason, way_out = error.strerror, "give the path of a Python interpreter"
+    except subprocess.TimeoutExpired:
+        reason, way_out = f"no answer in {TRIAL_TIMEOUT_S:g} s", "give the path of a Python interpreter"
+    else:
+        if tried.returncode == 0:
+            return
+        reason = next(iter(tried.stderr.strip().splitlines()[-1:]), f"it exits with code {tried.returncode}")
+        way_out = "install this package in its environment, too"
+    raise Unrecoverable(f"{role} can't run in the interpreter {python} ({reason}): {way_out}", exit_code=2)
 
 
 class ForkServer:
@@ -227,8 +254,8 @@ def _be_actor(request: dict[str, Any], supervisor: int) -> NoReturn:
         if request["fresh"]:
             _note(request)
             # All that was set up above survives it, the tie to the supervisor too.
-            command = [sys.executable, "-P", "-m", "rolecall.runtime.process", request["spec"]]
-            os.execv(sys.executable, command)  # noqa: S606  no shell: it is to be this very process
+            command = [request["python"], "-P", "-m", "rolecall.runtime.process", request["spec"]]
+            os.execvp(request["python"], command)  # noqa: S606  no shell: it is to be this very process
         from .process import be_actor
 
         be_actor(Path(request["spec"]))

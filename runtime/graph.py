@@ -54,6 +54,7 @@ class Role:
     replicas: int = 1
     elastic: bool = False
     restart: Restart = Restart.TRANSIENT
+    python: str = ""
 
     @property
     def members(self) -> list[str]:
@@ -134,16 +135,20 @@ class Graph:
         replicas: int = 1,
         elastic: bool = False,
         restart: Restart = Restart.TRANSIENT,
+        python: str = "",
     ) -> None:
         """Say how a role runs.
 
         replicas: how many processes; elastic: whether machines that join may run more of them, so that there
-        may be none here; restart: when a dead one is started again.
+        may be none here; restart: when a dead one is started again; python: the interpreter of its processes,
+        for libraries that need an environment of their own, with this package in it (by default this one).
         """
         if replicas < (0 if elastic else 1):
             raise ValueError(f"{ref.name} needs at least one replica, not {replicas}")
         role = self._roles[ref.name]
-        self._roles[ref.name] = replace(role, replicas=replicas, elastic=elastic, restart=restart)
+        self._roles[ref.name] = replace(
+            role, replicas=replicas, elastic=elastic, restart=restart, python=python
+        )
 
     def supervise(
         self,

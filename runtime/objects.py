@@ -10,23 +10,33 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol, TypeVar
+
+import msgspec
 
 from .errors import RolecallError, Unrecoverable
 
 __all__ = [
+    "WAY_OUT_OF_DAMAGE",
     "Conflict",
     "FolderObjects",
     "Missing",
     "Objects",
     "StoreError",
     "check_key",
+    "decoded",
     "locked",
     "prove",
     "read",
     "write",
+    "write_into",
 ]
 
+T = TypeVar("T")
+
+WAY_OUT_OF_DAMAGE = (
+    "publish a newer version or, in a checkpoint, delete manifest.json to resume from an older one"
+)
 _PIECE = 1 << 20  # bytes; writing 64 MB at once took seven times as long as in pieces of this size
 _SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -66,6 +76,14 @@ class Objects(Protocol):
         """The object and its etag, or None when its etag is still `unless`; Missing if there is none."""
         ...
 
+    def stream(self, key: str, size: int) -> Iterator[bytes]:
+        """The object's bytes from first to last, in pieces, fetched ahead; Missing if there is none.
+
+        size: what its manifest has, in bytes. Nothing here checks that the object has it, or that it was not
+        changed meanwhile: whoever has its SHA-256 does.
+        """
+        ...
+
     def list(self, prefix: str) -> list[str]:
         """Every key that begins with `prefix`, sorted."""
         ...
@@ -93,14 +111,35 @@ def read(objects: Objects, key: str) -> tuple[bytes, str]:
     return found
 
 
+def decoded(objects: Objects, key: str, kind: type[T], *, unless: str | None = None) -> tuple[T, str] | None:
+    """The JSON object as a `kind`, and its etag, or None as `get` has it; StoreError if it is none, twice."""
+    problem = ""
+    for _ in range(2):
+        found = objects.get(key, unless=unless)
+        if found is None:
+            return None
+        try:
+            return msgspec.json.decode(found[0], type=kind), found[1]
+        except msgspec.DecodeError as error:
+            problem = f"expected the JSON of a {kind.__name__}, found {found[0][:40]!r} ({error})"
+    raise StoreError(
+        f"{key} in {objects.place} is damaged: {problem}, twice; put back an older version of the object if the "
+        f"bucket keeps them, {WAY_OUT_OF_DAMAGE}"
+    )
+
+
 def write(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Create the file; with `sync`, its bytes are on the disk when this returns."""
     with path.open("xb") as file:
-        for start in range(0, len(data), _PIECE):
-            file.write(memoryview(data)[start : start + _PIECE])
+        write_into(file, data)
         if sync:
             file.flush()
             os.fsync(file.fileno())
+
+
+def write_into(file: BinaryIO, data: bytes) -> None:
+    for start in range(0, len(data), _PIECE):
+        file.write(memoryview(data)[start : start + _PIECE])
 
 
 @contextmanager
@@ -178,6 +217,15 @@ class FolderObjects:
                 raise Missing(f"there is no {key} in {self.place}") from None
         etag = _sha256(data)
         return None if etag == unless else (data, etag)
+
+    def stream(self, key: str, size: int) -> Iterator[bytes]:
+        with self._named(key):
+            try:
+                with (self.root / check_key(key)).open("rb") as file:
+                    while piece := file.read(_PIECE):
+                        yield piece
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                raise Missing(f"there is no {key} in {self.place}") from None
 
     def list(self, prefix: str) -> list[str]:
         base = self.root.joinpath(*prefix.split("/")[:-1])

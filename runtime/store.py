@@ -14,20 +14,34 @@ epoch, so whoever took an older one is fenced off.
 from __future__ import annotations
 
 import hashlib
+import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from .cache import Cache, Files, described
+from .cache import Cache
 from .errors import Unrecoverable
 from .fence import HEAD, Fence, Fenced, Head, nonce
-from .objects import Conflict, FolderObjects, Missing, Objects, StoreError, check_key, read
+from .manifest import Checkpoint, Files, PolicyVersion, check_names, described, digest_of, read_manifest
+from .objects import (
+    WAY_OUT_OF_DAMAGE,
+    Conflict,
+    FolderObjects,
+    Missing,
+    Objects,
+    StoreError,
+    check_key,
+    decoded,
+    read,
+    write_into,
+)
 
 __all__ = ["Fenced", "PolicyStore", "PolicyVersion", "Store", "StoreError"]
 
@@ -37,34 +51,6 @@ _TRANSFERS = 4  # files of one version that travel at once
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _POLICY = re.compile(r"policy/v(\d+)/.+")
 _CHECKPOINT = re.compile(r"(checkpoints/step-(\d+)/e(\d+))/.+")
-
-
-class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """One published adapter, for ever the same.
-
-    version: its number, from 0, growing.
-    step:    optimizer steps taken to reach it.
-    epoch:   which start of the trainer wrote it.
-    digest:  SHA-256, in hex, of what `LC_ALL=C sha256sum *` prints in a folder of its files:
-             "<SHA-256 in hex>  <name>\\n" for each file, sorted by name.
-    files:   name -> (SHA-256 in hex, size in bytes).
-    final:   no version follows it.
-    nonce:   makes the manifests of two writers differ even when their adapters are equal.
-    """
-
-    version: int
-    step: int
-    epoch: int
-    digest: str
-    files: Files
-    final: bool = False
-    nonce: str
-
-
-class _Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    step: int
-    epoch: int
-    files: Files
 
 
 @dataclass(frozen=True)
@@ -134,6 +120,8 @@ class PolicyStore:
         self._objects, self._cache, self._run = objects, cache, run
         self._fence = Fence(objects, run)
         self._seen: tuple[str, PolicyVersion | None] | None = None  # HEAD's etag, and what it pointed to
+        self._leases: dict[int, BinaryIO] = {}  # of the versions that this store keeps on the disk
+        self._leasing = threading.Lock()
 
     def probe(self) -> None:
         """Raise Unrecoverable (exit code 2, with the way out) if the store won't do, within ten seconds."""
@@ -150,20 +138,20 @@ class PolicyStore:
 
         Fenced if a newer epoch has been taken; StoreError if `version` is not greater than HEAD's.
         """
+        check_names(files)
         self._fence.check(epoch, version)
-        parts = _parts(files)
-        policy = PolicyVersion(
-            version=version,
-            step=step,
-            epoch=epoch,
-            digest=_digest(parts),
-            files=parts,
-            final=final,
-            nonce=nonce(),
-        )
         folder = _folder_of(version)
         try:
-            _in_parallel(lambda name: self._claim(f"{folder}/{name}", files[name], epoch, version), files)
+            parts = self._upload(folder, files, epoch, version)
+            policy = PolicyVersion(
+                version=version,
+                step=step,
+                epoch=epoch,
+                digest=digest_of(parts),
+                files=parts,
+                final=final,
+                nonce=nonce(),
+            )
             self._claim(f"{folder}/manifest.json", msgspec.json.encode(policy), epoch, version)
         except Conflict:
             self._fence.check(epoch, version)  # most likely a newer trainer came between: say so
@@ -175,15 +163,15 @@ class PolicyStore:
         """The newest published version, or None before the first; one conditional GET if nothing is new."""
         seen = self._seen
         try:
-            found = self._objects.get(HEAD, unless=seen[0] if seen else None)
+            found = decoded(self._objects, HEAD, Head, unless=seen[0] if seen else None)
         except Missing:
             return None
         if found is None:
             assert seen is not None
             return seen[1]
-        version = msgspec.json.decode(found[0], type=Head).version
-        policy = None if version is None else self.policy(version)
-        self._seen = found[1], policy
+        head, etag = found
+        policy = None if head.version is None else self.policy(head.version)
+        self._seen = etag, policy
         return policy
 
     def policy(self, version: int) -> PolicyVersion:
@@ -191,35 +179,58 @@ class PolicyStore:
         seen = self._seen
         if seen and seen[1] and seen[1].version == version:
             return seen[1]
+        return self._published(version)
+
+    def _published(self, version: int) -> PolicyVersion:
         try:
-            data, _ = read(self._objects, f"{_folder_of(version)}/manifest.json")
+            policy = read_manifest(self._objects, _folder_of(version), PolicyVersion)
         except Missing as error:
             reason = "it was never published, or collected since"
             raise StoreError(f"run {self._run!r} has no version {version}: {reason} ({error})") from error
-        return msgspec.json.decode(data, type=PolicyVersion)
+        if policy.version != version:
+            where = f"{_folder_of(version)}/manifest.json in {self._objects.place}"
+            raise StoreError(f"{where} is damaged: it is version {policy.version}'s; publish a newer version")
+        return policy
 
-    def fetch(self, version: int) -> Path:
+    def fetch(self, version: int, *, keep: Collection[int] = ()) -> Path:
         """A local folder with the version's files, each checked against its SHA-256.
 
-        Those who fetch one version on one machine share one download; the newest few stay in the cache.
+        Those who fetch one version on one machine share one download. The folder stays on the disk until
+        this store's next `fetch`, and longer while that and later ones name the version in `keep`: an engine
+        that reads a folder again names every version that it may still be asked for.
         """
         policy = self.policy(version)
         remote = _folder_of(version)
+
+        def download(folder: Path) -> None:
+            try:
+                _in_parallel(lambda name: self._fetch(remote, name, policy.files, folder), policy.files)
+            except StoreError:
+                self._published(version)  # collected while it was fetched? Then that is the reason.
+                raise
+
         # The digest in the name: a folder cached from a store that was since emptied is another folder.
-        local = f"v{version:06d}-{policy.digest[:12]}"
-        return self._cache.folder(local, policy.files, lambda: self._download(remote, policy.files))
+        folder, lease = self._cache.folder(f"v{version:06d}-{policy.digest[:12]}", policy.files, download)
+        with self._leasing:
+            ended = [self._leases.pop(held) for held in list(self._leases) if held not in keep]
+            ended += [self._leases.pop(version)] if version in self._leases else []
+            self._leases[version] = lease
+        for each in ended:
+            each.close()
+        return folder
 
     def save_checkpoint(self, files: Mapping[str, bytes], *, step: int, epoch: int) -> None:
         """Keep what a resume at `step` needs; it exists once all of it is there. Fenced as `publish` is."""
-        self._fence.check(epoch)
+        check_names(files)
+        version = self._fence.check(epoch).version
         folder = f"checkpoints/step-{step:06d}/e{epoch}"
-        manifest = msgspec.json.encode(_Checkpoint(step=step, epoch=epoch, files=_parts(files)))
         with suppress(Missing):
             read(self._objects, f"{folder}/manifest.json")
             raise StoreError(f"run {self._run!r} has saved step {step} already: a checkpoint never changes")
         _in_parallel(lambda name: self._objects.put(f"{folder}/{name}", files[name]), files)
+        manifest = Checkpoint(step=step, epoch=epoch, version=version, files=described(files))
         self._fence.check(epoch)
-        self._objects.put(f"{folder}/manifest.json", manifest)
+        self._objects.put(f"{folder}/manifest.json", msgspec.json.encode(manifest))
 
     def latest_checkpoint(self) -> tuple[int, dict[str, bytes]] | None:
         """Step and files of the newest complete checkpoint, digests checked, or None. Lists the store.
@@ -229,29 +240,39 @@ class PolicyStore:
         complete = _complete(self._checkpoints())
         if not complete:
             return None
-        data, _ = read(self._objects, f"{complete[-1]}/manifest.json")
-        checkpoint = msgspec.json.decode(data, type=_Checkpoint)
-        return checkpoint.step, self._download(complete[-1], checkpoint.files)
+        checkpoint = read_manifest(self._objects, complete[-1], Checkpoint)
+
+        def download(name: str) -> bytes:
+            into = io.BytesIO()
+            self._receive(f"{complete[-1]}/{name}", *checkpoint.files[name], into)
+            return into.getvalue()
+
+        parts = _in_parallel(download, checkpoint.files)
+        return checkpoint.step, dict(zip(checkpoint.files, parts, strict=True))
 
     def collect(self, *, keep: int, keep_checkpoints: int = 2) -> None:
         """Delete versions more than `keep` behind HEAD's, and checkpoints but the newest `keep_checkpoints`.
 
-        Version 0 stays: it is what a run is measured against. Uploads that were never finished go with the
-        versions or checkpoints of their age. Lists the store.
+        Version 0 stays: it is what a run is measured against; so do the versions of the checkpoints that
+        stay. Uploads that were never finished go with the versions or checkpoints of their age. Lists the
+        store.
         """
         if keep < 0 or keep_checkpoints < 1:
             raise ValueError(
                 f"cannot keep {keep} versions and {keep_checkpoints} checkpoints: at least 0 and 1"
             )
-        head = self._fence.read()
-        if head and head.version is not None:
-            found = [(key, _POLICY.fullmatch(key)) for key in self._objects.list("policy/")]
-            self._delete(key for key, at in found if at and 0 < int(at[1]) < head.version - keep)
         checkpoints = self._checkpoints()
         folders, kept = list(checkpoints), _complete(checkpoints)[-keep_checkpoints:]
         for folder in folders[: folders.index(kept[-1])] if kept else ():
             if folder not in kept:
                 self._delete(checkpoints[folder])
+        head = self._fence.read()
+        if head and head.version is not None:
+            manifests = [read_manifest(self._objects, folder, Checkpoint) for folder in kept]
+            needed = {0, *(manifest.version for manifest in manifests)}
+            found = [(key, _POLICY.fullmatch(key)) for key in self._objects.list("policy/")]
+            old = [(key, int(at[1])) for key, at in found if at and int(at[1]) < head.version - keep]
+            self._delete(key for key, version in old if version not in needed)
 
     def _checkpoints(self) -> dict[str, list[str]]:
         """The keys of each checkpoint by its folder, oldest first."""
@@ -263,8 +284,24 @@ class PolicyStore:
 
     def _delete(self, keys: Iterable[str]) -> None:
         """Manifests first: what is half deleted must not look complete."""
-        for key in sorted(keys, key=lambda key: not key.endswith("/manifest.json")):
-            self._objects.delete(key)
+        manifests, others = [], []
+        for key in keys:
+            (manifests if key.endswith("/manifest.json") else others).append(key)
+        for each in (manifests, others):
+            _in_parallel(self._objects.delete, each)
+
+    def _upload(self, folder: str, files: Mapping[str, bytes], epoch: int, version: int) -> Files:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(_TRANSFERS) as pool:
+            uploads = [
+                pool.submit(self._claim, f"{folder}/{name}", data, epoch, version)
+                for name, data in files.items()
+            ]
+            parts = described(files)  # hashed while they travel
+            for upload in uploads:
+                upload.result()
+        return parts
 
     def _claim(self, key: str, data: bytes, epoch: int, version: int) -> None:
         """Write a part of an unpublished version, over what an upload that died may have left there."""
@@ -277,25 +314,30 @@ class PolicyStore:
             if found != data:
                 self._objects.put(key, data, if_match=etag)
 
-    def _download(self, folder: str, files: Files) -> dict[str, bytes]:
-        names = list(files)
-        parts = _in_parallel(lambda name: self._read_checked(f"{folder}/{name}", files[name][0]), names)
-        return dict(zip(names, parts, strict=True))
+    def _fetch(self, remote: str, name: str, files: Files, folder: Path) -> None:
+        with (folder / name).open("xb") as file:
+            self._receive(f"{remote}/{name}", *files[name], file)
 
-    def _read_checked(self, key: str, sha256: str) -> bytes:
+    def _receive(self, key: str, sha256: str, size: int, into: BinaryIO) -> None:
+        """Write the object to a file, and check it on the way."""
         found = ""
         for _ in range(2):
+            into.seek(0)
+            into.truncate()
+            digest = hashlib.sha256()
             try:
-                data, _ = read(self._objects, key)
-                found = hashlib.sha256(data).hexdigest()
+                for piece in self._objects.stream(key, size):
+                    digest.update(piece)
+                    write_into(into, piece)
             except Missing:
                 found = "no object"
             else:
+                found = digest.hexdigest()
                 if found == sha256:
-                    return data
+                    return
         raise StoreError(
             f"{key} in {self._objects.place} is damaged: expected SHA-256 {sha256}, found {found}, twice; "
-            "publish a newer version or, in a checkpoint, delete manifest.json to resume from an older one"
+            f"{WAY_OUT_OF_DAMAGE}"
         )
 
 
@@ -305,17 +347,6 @@ def _complete(checkpoints: Mapping[str, list[str]]) -> list[str]:
 
 def _folder_of(version: int) -> str:
     return f"policy/v{version:06d}"
-
-
-def _parts(files: Mapping[str, bytes]) -> Files:
-    if "manifest.json" in files:
-        raise ValueError("a file cannot be called manifest.json: the store's own has that name")
-    return described(files)
-
-
-def _digest(files: Files) -> str:
-    lines = "".join(f"{files[name][0]}  {name}\n" for name in sorted(files))
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _in_parallel(work: Callable[[str], T], names: Iterable[str]) -> list[T]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,8 +37,8 @@ from .control import (
     StopRun,
 )
 from .errors import Unrecoverable
-from .forkserver import ForkServer, become_subreaper
-from .graph import Graph
+from .forkserver import ForkServer, become_subreaper, check_interpreter
+from .graph import Graph, Role
 from .hang import HangWatch
 from .leftovers import Leftovers, kill_marked
 from .page import RECEIVERS
@@ -112,6 +113,9 @@ class Supervisor:
                 "let other machines join with some of them",
                 exit_code=2,
             )
+        placed = {role.python: role.name for role in self.graph if role.python and role.replicas}
+        for python, name in placed.items():
+            check_interpreter(python, name)
         # Mode 0700, and short whatever TMPDIR says: socket paths end at 107 bytes.
         self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
         self.children = [
@@ -217,7 +221,8 @@ class Supervisor:
                 "spec": str(spec.write()),
                 "log": str(self.folder / "logs" / f"{child.name}.log"),
                 "preloads": role.actor.preloads,
-                "fresh": "" if role.actor.fork_safe else f"{role.actor.__name__}.fork_safe is False",
+                "fresh": _why_fresh(role),
+                "python": role.python or sys.executable,
             }
         )
 
@@ -367,6 +372,13 @@ class Supervisor:
     def status(self) -> RunStatus:
         """Everybody, for `rolecall ps`."""
         return run_status(self.children, self._dead_letters)
+
+
+def _why_fresh(role: Role) -> str:
+    """Why a role's processes can't be forks; empty if they can."""
+    if role.python:
+        return f"it is placed in {role.python}"
+    return "" if role.actor.fork_safe else f"{role.actor.__name__}.fork_safe is False"
 
 
 def _member(child: Child) -> Member:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,28 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     return S3Objects(server.bucket, f"{secrets.token_hex(8)}/")
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Objects]:
+    """Objects below a prefix of this test's own, by way of an endpoint and with other settings if asked."""
+    from rolecall.runtime.s3 import S3Objects
+
+    prefix = f"{secrets.token_hex(8)}/"
+
+    def through(
+        endpoint: str = s3_server.endpoint,
+        *,
+        patience_s: float = 60.0,
+        read_timeout_s: float = 30.0,
+        **settings: str,
+    ) -> Objects:
+        for name, value in (s3_server.environment() | {"AWS_ENDPOINT_URL": endpoint} | settings).items():
+            monkeypatch.setenv(name, value)
+        name = settings.get("bucket", s3_server.bucket)
+        return S3Objects(name, prefix, patience_s=patience_s, read_timeout_s=read_timeout_s)
+
+    return through
 
 
 @pytest.fixture

@@ -66,6 +66,18 @@ class S3Server:
                 if last:
                     raise
 
+    def kill(self) -> None:
+        """As `kill -9` has it: nothing is flushed, nobody is told."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._remove_sockets()
+
+    def restart(self, *, timeout_s: float = 60) -> None:
+        """Come back after `kill`, under the same address and with what the disk has."""
+        self._spawn()
+        self._wait_until_ready(time.monotonic() + timeout_s)
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.terminate()
@@ -75,6 +87,9 @@ class S3Server:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
         for port in self.ports:
             for role in _SOCKETS:
                 Path(f"/tmp/seaweedfs-{role}-{port}.sock").unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rolecall.runtime.cache import Cache
@@ -30,6 +30,10 @@ class Hooked:
     def get(self, key: str, *, unless: str | None = None) -> tuple[bytes, str] | None:
         self.before("get", key)
         return self.objects.get(key, unless=unless)
+
+    def stream(self, key: str, size: int) -> Iterator[bytes]:
+        self.before("get", key)
+        return self.objects.stream(key, size)
 
     def list(self, prefix: str) -> list[str]:
         self.before("list", prefix)

@@ -90,6 +90,24 @@ def test_collect_keeps_what_is_needed(objects: Objects, tmp_path: Path):
     assert trainer.latest_checkpoint() == (40, {"a": b""})
 
 
+def test_collect_keeps_the_versions_of_checkpoints(store: PolicyStore, objects: Objects):
+    epoch = store.take_epoch()
+    store.save_checkpoint({"a": b""}, step=0, epoch=epoch)
+    for version in range(6):
+        store.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+        if version % 2:
+            store.save_checkpoint({"a": b""}, step=version, epoch=epoch)
+    store.collect(keep=0, keep_checkpoints=3)
+    assert {key.split("/")[1] for key in objects.list("policy/v")} == {
+        "v000000",
+        "v000001",
+        "v000003",
+        "v000005",
+    }
+    store.collect(keep=0, keep_checkpoints=1)
+    assert {key.split("/")[1] for key in objects.list("policy/v")} == {"v000000", "v000005"}
+
+
 @pytest.mark.parametrize(("keep", "keep_checkpoints"), [(-1, 2), (0, 0)])
 def test_collect_never_takes_the_newest(store: PolicyStore, keep: int, keep_checkpoints: int):
     with pytest.raises(ValueError, match="at least 0 and 1"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rolecall.runtime.errors import Unrecoverable
-from rolecall.runtime.objects import Conflict, FolderObjects, Missing, Objects, StoreError, prove, read
+from rolecall.runtime.objects import Conflict, FolderObjects, Missing, Objects, prove, read
 
 from .s3 import S3Server
 
@@ -71,9 +70,25 @@ def test_list_and_delete(objects: Objects):
 
 
 def test_large_objects_come_back_whole(objects: Objects):
-    data = os.urandom(9 << 20)
+    data = os.urandom(33 << 20)  # in S3, two parts and a bit
     objects.put("large", data, if_absent=True)
     assert read(objects, "large")[0] == data
+    assert b"".join(objects.stream("large", len(data))) == data
+
+
+@pytest.mark.parametrize("size", [0, 1, 16 << 20, (16 << 20) + 1])
+def test_a_stream_is_the_object_whatever_size_was_expected(objects: Objects, size: int):
+    data = os.urandom(size)
+    objects.put("k", data)
+    for expected in {size, 2 * size + (17 << 20)}:
+        assert b"".join(objects.stream("k", expected)) == data
+    if size > 1:
+        assert (
+            hashlib.sha256(b"".join(objects.stream("k", size - 1))).digest() == hashlib.sha256(data).digest()
+        )
+    objects.delete("k")
+    with pytest.raises(Missing, match="k in"):
+        list(objects.stream("k", size))
 
 
 @pytest.mark.parametrize(
@@ -160,143 +175,7 @@ def test_contended_swaps_from_processes_lose_nothing(tmp_path: Path):
     assert read(FolderObjects(tmp_path), "counter")[0] == b"400"
 
 
-# S3, and what a network does to it.
-
-
-class FaultyProxy:
-    """A TCP proxy on loopback to `port` whose first connections go wrong, each as its fault has it."""
-
-    def __init__(
-        self, port: int, *faults: Callable[[FaultyProxy, socket.socket, socket.socket], None]
-    ) -> None:
-        self.port, self.faults = port, list(faults)
-        self.connections = 0
-        self.answers: list[bytes] = []  # that never reached the client
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self) -> FaultyProxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self.port))
-            fault = self.faults[self.connections] if self.connections < len(self.faults) else FaultyProxy.none
-            self.connections += 1
-            threading.Thread(target=fault, args=(self, client, server), daemon=True).start()
-
-    def none(self, client: socket.socket, server: socket.socket) -> None:
-        threading.Thread(target=pump, args=(client, server), daemon=True).start()
-        pump(server, client)
-
-    def lose_answer(self, client: socket.socket, server: socket.socket) -> None:
-        """The request arrives and is carried out; the client learns nothing of it."""
-        threading.Thread(target=pump, args=(client, server), daemon=True).start()
-        while (answer := server.recv(65536)).startswith(b"HTTP/1.1 100"):
-            client.sendall(answer)
-        self.answers.append(answer)
-        client.shutdown(socket.SHUT_RDWR)
-        client.close()
-
-    def cut_after_headers(self, client: socket.socket, server: socket.socket) -> None:
-        self._cut(client, server, body_bytes=0)
-
-    def cut_in_the_body(self, client: socket.socket, server: socket.socket) -> None:
-        self._cut(client, server, body_bytes=1000)
-
-    def _cut(self, client: socket.socket, server: socket.socket, *, body_bytes: int) -> None:
-        threading.Thread(target=pump, args=(server, client), daemon=True).start()
-        data = b""
-        while b"\r\n\r\n" not in data or len(data.split(b"\r\n\r\n", 1)[1]) < body_bytes:
-            more = client.recv(65536)
-            headers, end, body = (data + more).partition(b"\r\n\r\n")
-            allowed = headers + end + body[:body_bytes]
-            server.sendall(allowed[len(data) :])
-            data = allowed
-        for end in (server, client):
-            end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def slow_down(self, client: socket.socket, server: socket.socket) -> None:
-        client.recv(65536)
-        client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        client.close()
-        server.close()
-
-
-def pump(source: socket.socket, sink: socket.socket) -> None:
-    try:
-        while data := source.recv(65536):
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:  # either end has gone, as the fault would have it
-        return
-
-
-@pytest.fixture
-def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Objects]:
-    """Objects below a prefix of this test's own, by way of an endpoint and with other settings if asked."""
-    from rolecall.runtime.s3 import S3Objects
-
-    prefix = f"{secrets.token_hex(8)}/"
-
-    def through(endpoint: str = s3_server.endpoint, *, patience_s: float = 60.0, **settings: str) -> Objects:
-        for name, value in (s3_server.environment() | {"AWS_ENDPOINT_URL": endpoint} | settings).items():
-            monkeypatch.setenv(name, value)
-        return S3Objects(settings.get("bucket", s3_server.bucket), prefix, patience_s=patience_s)
-
-    return through
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_lost_answer_is_not_a_lost_race(s3_server: S3Server, bucket: Callable[..., Objects], lost: int):
-    with FaultyProxy(s3_server.ports[0], *[FaultyProxy.lose_answer] * lost) as proxy:
-        etag = bucket(proxy.url).put("v1", b"mine, by its nonce", if_absent=True)
-    assert b" 200 " in proxy.answers[0].splitlines()[0]  # it was carried out
-    assert proxy.connections > lost
-    assert bucket().get("v1") == (b"mine, by its nonce", etag)
-
-
-@pytest.mark.slow
-def test_a_lost_answer_does_not_hide_a_lost_race(s3_server: S3Server, bucket: Callable[..., Objects]):
-    bucket().put("v1", b"theirs")
-    with FaultyProxy(s3_server.ports[0], FaultyProxy.lose_answer) as proxy, pytest.raises(Conflict):
-        bucket(proxy.url).put("v1", b"mine", if_absent=True)
-    assert read(bucket(), "v1")[0] == b"theirs"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checksums", ["when_supported", "when_required"])
-@pytest.mark.parametrize("fault", [FaultyProxy.cut_after_headers, FaultyProxy.cut_in_the_body])
-def test_a_cut_upload_leaves_the_old_object(
-    s3_server: S3Server, bucket: Callable[..., Objects], fault: Callable[..., None], checksums: str
-):
-    bucket().put("k", b"old")
-    settings = {"AWS_REQUEST_CHECKSUM_CALCULATION": checksums}
-    with FaultyProxy(s3_server.ports[0], *[fault] * 9) as proxy:
-        with pytest.raises(StoreError, match=r"k in bucket .*check that the server runs"):
-            bucket(proxy.url, patience_s=0, **settings).put("k", os.urandom(1 << 20))
-        assert proxy.connections == 2
-    assert read(bucket(), "k")[0] == b"old"
-
-
-@pytest.mark.slow
-def test_a_server_that_slows_us_down_is_waited_for(s3_server: S3Server, bucket: Callable[..., Objects]):
-    with FaultyProxy(
-        s3_server.ports[0], *[FaultyProxy.slow_down] * 6
-    ) as proxy:  # boto alone tries five times
-        bucket(proxy.url).put("k", b"at last")
-    assert read(bucket(), "k")[0] == b"at last"
+# S3: what a run is told before it begins. (test_faults.py: what a network does to it.)
 
 
 @pytest.mark.slow

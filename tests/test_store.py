@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import pickle
 import secrets
+import subprocess
+import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from rolecall.runtime.errors import Unrecoverable
 from rolecall.runtime.objects import Objects, StoreError, read
 from rolecall.runtime.store import PolicyStore, Store
 
 from .s3 import S3Server
-from .stores import adapter, contents, opened
+from .stores import Hook, adapter, contents, opened
 
 # Publish, follow, fetch.
 
@@ -103,18 +106,21 @@ def test_bad_file_names_are_refused(store: PolicyStore, objects: Objects, name: 
 # What is fetched is what was published.
 
 
+def mended_before_the_second_get(objects: Objects, key: str, good: bytes) -> Hook:
+    gets = iter(range(2))
+
+    def before(method: str, asked: str) -> None:
+        if asked == key and next(gets) == 1:  # a third would be one too many
+            objects.put(key, good)
+
+    return before
+
+
 def test_a_corrupted_object_is_fetched_again_and_then_named(objects: Objects, tmp_path: Path):
     key = "policy/v000001/adapter_model.safetensors"
     writer = opened(objects, tmp_path)
     policy = writer.publish(adapter("v1"), version=1, step=1, epoch=writer.take_epoch())
     good = read(objects, key)[0]
-    tries: Counter[str] = Counter()
-
-    def mended_meanwhile(method: str, asked: str) -> None:
-        tries[asked] += 1
-        if asked == key and tries[key] == 2:
-            objects.put(key, good)
-
     objects.put(key, b"damaged")
     expected, found = policy.files["adapter_model.safetensors"][0], hashlib.sha256(b"damaged").hexdigest()
     with pytest.raises(StoreError, match=rf"{key} in .* expected SHA-256 {expected}, found {found}, twice"):
@@ -123,8 +129,56 @@ def test_a_corrupted_object_is_fetched_again_and_then_named(objects: Objects, tm
     with pytest.raises(StoreError, match=rf"{key} in .* expected SHA-256 {expected}, found no object"):
         writer.fetch(1)
     objects.put(key, b"damaged")
-    assert contents(opened(objects, tmp_path, mended_meanwhile).fetch(1)) == adapter("v1")
-    assert tries[key] == 2
+    mended = mended_before_the_second_get(objects, key, good)
+    assert contents(opened(objects, tmp_path, mended).fetch(1)) == adapter("v1")
+
+
+def test_a_version_that_is_collected_while_it_is_fetched_says_so(objects: Objects, tmp_path: Path):
+    trainer = opened(objects, tmp_path)
+    epoch = trainer.take_epoch()
+    for version in range(3):
+        trainer.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+
+    def collect(method: str, key: str) -> None:
+        if key == "policy/v000001/adapter_config.json":
+            trainer.collect(keep=0)
+
+    with pytest.raises(StoreError, match="run 'r' has no version 1: it was never published, or collected"):
+        opened(objects, tmp_path / "elsewhere", collect).fetch(1)
+
+
+def test_a_damaged_head_or_manifest_is_read_again_and_then_named(objects: Objects, tmp_path: Path):
+    trainer = opened(objects, tmp_path)
+    epoch = trainer.take_epoch()
+    policy = trainer.publish(adapter("v1"), version=1, step=1, epoch=epoch)
+    for key, kind in (("policy/v000001/manifest.json", "PolicyVersion"), ("policy/HEAD", "Head")):
+        good = read(objects, key)[0]
+        objects.put(key, b"not JSON")
+        named = rf"{key} in .* is damaged: expected the JSON of a {kind}, found b'not JSON' .*, twice; "
+        with pytest.raises(StoreError, match=named):
+            opened(objects, tmp_path / "elsewhere").head()
+
+        mended = mended_before_the_second_get(objects, key, good)
+        assert opened(objects, tmp_path / "elsewhere", mended).head() == policy
+    objects.put("policy/HEAD", b"not JSON")
+    with pytest.raises(StoreError, match=r"policy/HEAD in .* is damaged"):
+        trainer.publish(adapter("v2"), version=2, step=2, epoch=epoch)
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a/b", ".hidden", "manifest.json"])
+def test_a_manifest_cannot_lead_out_of_its_folder(objects: Objects, tmp_path: Path, name: str):
+    """Whoever can write to the bucket could name any file of the machines that fetch from it."""
+    trainer = opened(objects, tmp_path)
+    policy = trainer.publish(adapter("v1"), version=1, step=1, epoch=trainer.take_epoch())
+    key = "policy/v000001/manifest.json"
+    forged = msgspec.structs.replace(policy, files={name: policy.files["adapter_config.json"]})
+    objects.put(key, msgspec.json.encode(forged))
+    with pytest.raises(StoreError, match=rf"{key} in .* is damaged: .*(bad|manifest.json)"):
+        opened(objects, tmp_path / "elsewhere").fetch(1)
+    other = msgspec.structs.replace(policy, digest="0" * 64)
+    objects.put(key, msgspec.json.encode(other))
+    with pytest.raises(StoreError, match=rf"{key} .*digest {policy.digest} for its files, found 0000"):
+        opened(objects, tmp_path / "elsewhere").fetch(1)
 
 
 def test_those_who_fetch_one_version_share_one_download(objects: Objects, tmp_path: Path):
@@ -165,6 +219,66 @@ def test_the_cache_keeps_the_newest_versions(store: PolicyStore, tmp_path: Path)
         store.fetch(version)
     assert [int(path.name[1:7]) for path in sorted((tmp_path / "cache").glob("v*"))] == list(range(4, 12))
     assert contents(store.fetch(2)) == adapter("2")
+
+
+def test_a_version_that_a_reader_holds_stays_on_the_disk(objects: Objects, tmp_path: Path):
+    trainer = opened(objects, tmp_path)
+    slow, engine = opened(objects, tmp_path), opened(objects, tmp_path)  # two processes' views of one cache
+    epoch = trainer.take_epoch()
+    kept: dict[int, Path] = {}
+    for version in range(24):
+        trainer.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+        trainer.fetch(version)
+        if version == 0:
+            kept[0] = slow.fetch(0)
+        if version in (1, 2, 3):  # an engine that may read the last two again
+            kept[version] = engine.fetch(version, keep={version - 1})
+    cached = {int(path.name[1:7]) for path in (tmp_path / "cache").glob("v*")}
+    assert cached == {0, 2, 3, *range(16, 24)}
+    assert contents(kept[0]) == adapter("0")
+    assert contents(kept[2]) == adapter("2")
+    assert not kept[1].exists()
+    slow.fetch(23)
+    engine.fetch(23, keep=(3,))
+    trainer.publish(adapter("24"), version=24, step=24, epoch=epoch)
+    trainer.fetch(24)
+    assert {int(path.name[1:7]) for path in (tmp_path / "cache").glob("v*")} == {3, *range(17, 25)}
+    leases = {path.name[1:] for path in (tmp_path / "cache").glob(".v*")}
+    assert leases == {f"{path.name}.lease" for path in (tmp_path / "cache").glob("v*")}
+
+
+@pytest.mark.slow
+def test_what_a_killed_reader_held_goes(tmp_path: Path):
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from rolecall.runtime.store import Store\n"
+        "store = Store('file://').open('r', Path(sys.argv[1]))\n"
+        "print(store.fetch(0), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    trainer = Store().open("r", tmp_path)
+    epoch = trainer.take_epoch()
+    trainer.publish(adapter("0"), version=0, step=0, epoch=epoch)
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdout is not None
+    held = Path(reader.stdout.readline().strip())
+    for version in range(1, 12):
+        trainer.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+        trainer.fetch(version)
+    assert contents(held) == adapter("0")
+    reader.kill()
+    reader.communicate()
+    trainer.publish(adapter("12"), version=12, step=12, epoch=epoch)
+    trainer.fetch(12)
+    assert not held.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(store: PolicyStore, tmp_path: Path):
+    store.publish(adapter("v1"), version=1, step=1, epoch=store.take_epoch())
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(StoreError, match=rf"v000001-.* cannot be kept in {tmp_path}/cache: .*the space left"):
+        store.fetch(1)
 
 
 # Where a store is.

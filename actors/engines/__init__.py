@@ -11,7 +11,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
-__all__ = ["Engine", "Request", "Sample", "Sampling"]
+from ...runtime.errors import Unrecoverable
+
+__all__ = ["Engine", "Request", "Sample", "Sampled", "Sampling", "load_engine"]
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -51,6 +53,18 @@ class Sample(Struct, frozen=True):
     text: str
 
 
+class Sampled(Struct, frozen=True):
+    """A completion that has finished in an engine where requests join and leave at any time.
+
+    id: what `add` gave for its request. version, digest: of the adapter that sampled all of it.
+    """
+
+    id: int
+    sample: Sample
+    version: int
+    digest: str
+
+
 class Engine(Protocol):
     """A model that samples under one adapter at a time.
 
@@ -75,3 +89,21 @@ class Engine(Protocol):
     def encode(self, text: str) -> list[int]:
         """A prompt's token ids, as the model wants it asked."""
         ...
+
+
+def load_engine(name: str, model: str, *, max_lora_rank: int, max_num_seqs: int) -> Engine:
+    """The engine called `name`, for `model` (as `load_model` takes it), on the best device there is.
+
+    max_lora_rank: the largest rank its adapters will have; max_num_seqs: completions it samples at once. Raises
+    Unrecoverable for a name that no engine has, and for a model or an environment that the engine can't use.
+    """
+    match name:
+        case "transformers":
+            from . import transformers
+
+            return transformers.load_engine(model)
+        case "vllm":
+            from .vllm import VllmEngine
+
+            return VllmEngine(model, max_lora_rank=max_lora_rank, max_num_seqs=max_num_seqs)
+    raise Unrecoverable(f"there is no engine {name!r}: choose transformers or vllm", exit_code=2)

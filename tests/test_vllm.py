@@ -1,0 +1,270 @@
+"""VllmEngine against a plain transformers and peft forward of the very same tokens, and the main job with it.
+
+One engine goes through everything (tests/vllm_engine.py, in vLLM's own environment); each test looks at a part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from peft import LoraConfig
+from rolecall.actors.engines import Request, Sample, Sampling, load_engine
+from rolecall.actors.engines.vllm import check_vllm
+from rolecall.actors.model import adapter_files, load_tokenizer, wrap_lora
+from rolecall.runtime.errors import Unrecoverable
+from safetensors.torch import load_file, save_file
+
+from .commands import Command, lines
+from .test_engine import adapter, engine_under, fresh, reference
+
+ROOT = Path(__file__).parent.parent
+PYTHON = ROOT / ".dev" / "vllm" / "bin" / "python"
+CLOSE = 1e-3  # nats a token
+
+in_its_environment = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: make it with `tests/setup vllm`"),
+]
+
+
+def refused_adapters(folder: Path) -> dict[str, Path]:
+    """By what is wrong with them."""
+    other = adapter("qwen2", folder / "of another model", 1)
+    wide = adapter("tiny", folder / "rank", 1, rank=16)
+    poisoned = adapter("tiny", folder / "nan", 1)
+    file = poisoned / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[min(tensors)][0, 0] = float("nan")
+    save_file(tensors, file)
+    bare = adapter("tiny", folder / "without target_modules", 1)  # which vLLM wants, and nobody needs
+    config = bare / "adapter_config.json"
+    left = {name: value for name, value in json.loads(config.read_text()).items() if name != "target_modules"}
+    config.write_text(json.dumps(left))
+    return {"shapes": other, "rank": wide, "nan": poisoned, "bare": bare, "missing": folder / "nowhere"}
+
+
+def adapter_of_the_head(folder: Path) -> Path:
+    """One that changes the last layer, too, which most don't."""
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    folder.mkdir()
+    for name, content in adapter_files(wrap_lora(fresh("tiny"), config, seed=3)).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "one": adapter("tiny", folder / "one", 1),
+        "two": adapter("tiny", folder / "two", 2),
+        "head": adapter_of_the_head(folder / "head"),
+        "broken": adapter("tiny", folder / "broken", 1, std=1e37),
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engine did."""
+    folder = tmp_path_factory.mktemp("vllm")
+    refused = refused_adapters(folder)
+    job, result = folder / "job.json", folder / "result.json"
+    names = {name: str(path) for name, path in folders.items()}
+    job.write_text(json.dumps({"folders": names, "refused": {name: str(refused[name]) for name in refused}}))
+    command = [str(PYTHON), str(ROOT / "tests" / "vllm_engine.py"), str(job), str(result)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(result.read_text())
+
+
+def differences(samples: list[dict[str, Any]], folders: dict[str, Path]) -> list[float]:
+    """The largest difference from peft's log-probs in each sample, under the adapter that its digest names."""
+    found = []
+    for told in samples:
+        request = Request(told["prompt_ids"], 0)
+        sample = Sample(told["ids"], told["logprobs"], told["finish_reason"], told["text"])
+        temperature = told["temperature"] or 1.0
+        expected = reference("tiny", folders[told["digest"]], request, sample, temperature)
+        found.append(max(abs(one - other) for one, other in zip(sample.logprobs, expected, strict=True)))
+    return found
+
+
+def same(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    assert [one["ids"] for one in ones] == [other["ids"] for other in others]
+    for one, other in zip(ones, others, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
+class TestEngine:
+    pytestmark = in_its_environment
+
+    def test_logprobs_are_peft_s_own_under_each_version_before_and_after_swaps(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        samples = seen["swaps"]["samples"]
+        names = {1: "one", 2: "two", 3: "one"}
+        assert len(samples) == 24
+        for version in names:
+            for temperature in (1.0, 0.7):
+                under = [
+                    told
+                    for told in samples
+                    if (told["version"], told["temperature"]) == (version, temperature)
+                ]
+                assert len(under) == 4
+                assert {told["digest"] for told in under} == {names[version]}
+                assert max(differences(under, folders)) < CLOSE
+        wrong = {"one": folders["two"], "two": folders["one"]}
+        assert min(differences(samples, wrong)) > 10 * CLOSE  # so the check above can tell them apart
+
+    def test_a_version_is_kept_as_long_as_requests_are_under_it(self, seen: dict[str, Any]):
+        assert seen["swaps"]["versions"] == [[1], [1, 2], [2], [3]]
+        assert seen["swaps"]["running"] == 0
+
+    def test_more_versions_than_there_is_room_for_wait_and_nothing_is_mixed_up(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        more = seen["more"]
+        assert more["most"] == 2 and more["versions"] == [13]
+        assert (
+            sorted(told["version"] for told in more["samples"]) == [10] * 4 + [11] * 4 + [12] * 4 + [13] * 4
+        )
+        assert max(differences(more["samples"], folders)) < CLOSE
+
+    def test_a_seed_means_the_same_tokens_alone_or_in_any_batch(self, seen: dict[str, Any]):
+        together = seen["seeds"]["together"]
+        same(together, seen["seeds"]["alone"])
+        same(together, seen["seeds"]["reversed"])
+        assert len({tuple(told["ids"]) for told in together}) == len(together) == 8
+
+    def test_the_prompt_of_siblings_is_computed_once(self, seen: dict[str, Any], folders: dict[str, Path]):
+        siblings = seen["siblings"]
+        lengths = [len(told["prompt_ids"]) for told in siblings["samples"]]
+        assert min(lengths) > 64
+        assert siblings["prompt_tokens"] == sum(lengths)
+        whole_blocks = [(length - 1) // 32 * 32 for length in lengths]
+        assert siblings["cached_tokens"] == sum(whole_blocks[2:])  # of all but the first of either prompt
+        assert siblings["order"] == [0, 2, 4, 6, 1, 3, 5, 7]
+        assert max(differences(siblings["samples"], folders)) < CLOSE
+
+    def test_greedy_is_what_the_transformers_engine_takes(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        engine = engine_under("tiny", folders["one"])
+        for told in seen["greedy"]:
+            [sample] = engine.generate(
+                [Request(told["prompt_ids"], 0)], Sampling(temperature=0, max_tokens=24)
+            )
+            assert told["ids"] == sample.ids and told["text"] == sample.text
+            assert told["logprobs"] == pytest.approx(sample.logprobs, abs=CLOSE)
+
+    def test_an_end_token_stops_and_the_limit_cuts_off(self, seen: dict[str, Any]):
+        tokenizer = load_tokenizer("tiny")
+        assert {told["finish_reason"] for told in seen["many"]} == {"stop", "length"}
+        for told in seen["many"]:
+            stopped = told["finish_reason"] == "stop"
+            assert (told["ids"][-1] == 1) == stopped
+            assert 1 not in told["ids"][:-1]
+            assert stopped or len(told["ids"]) == 20
+            assert told["text"] == tokenizer.decode(told["ids"][: -1 if stopped else None])
+        assert seen["none"] == []
+
+    @pytest.mark.parametrize(
+        ("name", "sentence"),
+        [
+            ("shapes", "it is another model's"),
+            ("rank", "has rank 16, and this engine was started for 8: start it with max_lora_rank=16"),
+            ("nan", "NaN or infinite values"),
+            ("bare", "vLLM can't serve the adapter"),
+            ("missing", "cannot read"),
+            ("changed", "a version never changes"),
+        ],
+    )
+    def test_an_adapter_is_refused_in_a_sentence(self, seen: dict[str, Any], name: str, sentence: str):
+        refusal = seen["refusals"]["says"][name]
+        assert refusal["error"] == "AdapterError"
+        assert sentence in refusal["says"] and "\n" not in refusal["says"]
+
+    def test_a_refused_adapter_leaves_the_old_one_in_place(self, seen: dict[str, Any]):
+        assert seen["refusals"]["before"] == seen["refusals"]["after"]
+
+    def test_the_base_is_never_sampled_in_silence(self, seen: dict[str, Any]):
+        assert seen["unloaded"]["error"] == "AdapterError"
+        assert "no adapter is loaded" in seen["unloaded"]["says"]
+
+    def test_what_can_never_be_sampled_is_unrecoverable(self, seen: dict[str, Any]):
+        words = ["no tokens", "more than the 512", "max_tokens 0", "temperature -1.0"]
+        for refusal, word in zip(seen["never"], words, strict=True):
+            assert refusal["error"] == "Unrecoverable" and word in refusal["says"]
+
+    def test_too_little_memory_is_said_at_the_start(self, seen: dict[str, Any]):
+        assert seen["too_small"]["error"] == "Unrecoverable"
+        assert "KV cache" in seen["too_small"]["says"] and "kv_cache_bytes" in seen["too_small"]["says"]
+
+    def test_an_engine_that_gave_nan_samples_no_more(self, seen: dict[str, Any]):
+        for refusal in seen["breakdown"]:
+            assert refusal["error"] == "AdapterError"
+            assert "version 40 gives log-probs that are not finite" in refusal["says"]
+
+
+class TestMainJob:
+    pytestmark = in_its_environment
+
+    def test_the_main_job_runs_with_it(self, tmp_path: Path):
+        settings = ["steps=3", "batch=4", "group_size=4", "eval_problems=8", "rollout_workers=1",
+                    "engine=vllm", f"engine_python={PYTHON}"]  # fmt: skip
+        flags = [part for setting in settings for part in ("--set", setting)]
+        command = Command(["run", "async_grpo", "--json", *flags], tmp_path)
+        code, out, err = command.finish(180)
+        assert code == 0, err
+        assert msgspec.json.decode(out)["restarts"] == 0
+        metrics = lines(command.run_folder() / "metrics.jsonl")
+        assert sorted(id for line in metrics for id in line["groups"]) == list(range(12))
+        # The trainer computes what vLLM said it sampled, with other code, to the third digit.
+        fresh_ratios = [line["fresh/ratio_mean"] for line in metrics if "fresh/ratio_mean" in line]
+        assert fresh_ratios == pytest.approx([1.0] * len(fresh_ratios), abs=0.001) and fresh_ratios
+        log = (command.run_folder() / "logs" / "rollout.log").read_text()
+        assert f"rollout runs in a fresh interpreter: it is placed in {PYTHON}" in log
+        assert "serves tiny: max_loras=4 versions at once, up to rank 8, 16 completions" in log
+        assert "placed" not in (command.run_folder() / "logs" / "evaluator.log").read_text()
+        assert command.processes() == []
+
+
+@pytest.mark.parametrize("release", ["0.27.0", "0.32.0", "0.32.1.post2+cpu"])
+def test_releases_that_are_supported(release: str):
+    assert check_vllm(release) == release
+
+
+@pytest.mark.parametrize(
+    ("release", "sentence"),
+    [
+        (None, "vLLM is not installed in "),
+        ("0.26.3", "vLLM 0.26.3 in "),
+        ("0.33.0", "vLLM 0.33.0 in "),
+        ("1.0", "vLLM 1.0 in "),
+        ("dev", "vLLM dev in "),
+    ],
+)
+def test_others_are_refused_with_the_way_out(release: str | None, sentence: str):
+    with pytest.raises(Unrecoverable, match=sentence) as caught:
+        check_vllm(release)
+    assert caught.value.exit_code == 2
+    assert sys.prefix in str(caught.value) and '"vllm>=0.27,<0.33"' in str(caught.value)
+
+
+def test_an_engine_that_there_is_not():
+    with pytest.raises(
+        Unrecoverable, match="there is no engine 'vlm': choose transformers or vllm"
+    ) as caught:
+        load_engine("vlm", "tiny", max_lora_rank=8, max_num_seqs=8)
+    assert caught.value.exit_code == 2
