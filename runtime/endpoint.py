@@ -75,6 +75,8 @@ class Endpoint:
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._driving = self._closed = False
+        self._helping = False  # whether the sending thread drives for those who are stuck
+        self._handler = threading.get_ident()  # the thread that handles messages
         self._sleepers = 0  # threads that wait for the one that drives
         self._drove_ns = 0
         self._late = threading.Event()
@@ -145,7 +147,9 @@ class Endpoint:
         return answer
 
     def _ask(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
-        deadline = min(time.monotonic() + timeout_s, self.deadline)
+        deadline = time.monotonic() + timeout_s
+        if threading.get_ident() == self._handler:
+            deadline = min(deadline, self.deadline)
         if name in self.remotes:
             return Heard(self.remotes[name].ask(call, deadline, self._between))
         pending = Pending(name, deadline, self._wait)
@@ -171,7 +175,8 @@ class Endpoint:
             kind, until, chain = Kind.TELL, 0.0, ()  # nobody waits for it
         else:
             kind, until, pending.name = Kind.ASK, pending.deadline, peer.name
-            chain = (*self.chain, self.name)
+            # Other threads of this process do not work for whoever waits for the message being handled.
+            chain = (*self.chain, self.name) if threading.get_ident() == self._handler else (self.name,)
             if peer.name in chain:
                 raise DeadlockError.of(chain, peer.name, call.method)
         if peer.full:
@@ -199,6 +204,8 @@ class Endpoint:
                 self._sender = threading.Thread(target=self._send_late, daemon=True)
                 self._sender.start()
             self._late.set()
+            if self._helping:
+                os.eventfd_write(self._wake, 1)  # it drives for those who are stuck: others need not wait
 
     def _send_late(self) -> None:
         while True:
@@ -208,11 +215,15 @@ class Endpoint:
             if self._unsent():
                 self._drive(0.0, send_only=True)
             while self._stuck():
+                self._helping = True
                 self._drive(POLL_S)
+                self._helping = False
+                self._late.clear()
 
     def _stuck(self) -> bool:
         """Whether the kernel has no room for something that was sent."""
-        return self._outbox.stuck or any(caller.backlog for caller in list(self._callers.values()))
+        links = (self._supervisor, *list(self._callers.values()))
+        return self._outbox.stuck or any(link.backlog for link in links)
 
     def _unsent(self) -> bool:
         return bool(self._outbox.unsent or self._replies.waiting or self._words)
@@ -278,14 +289,18 @@ class Endpoint:
 
     def _hand_over(self) -> None:
         """Stop driving, but not before what others have posted meanwhile is sent."""
-        while True:
-            self._flush()
-            with self._lock:
-                if not self._unsent():
-                    self._driving = False
-                    if self._sleepers:
+        try:
+            while self._driving:
+                self._flush()
+                with self._lock:
+                    self._driving = self._unsent()
+                    if self._sleepers and not self._driving:
                         self._turn.notify_all()
-                    return
+        except BaseException:
+            with self._lock:
+                self._driving = False  # another thread may fare better
+                self._turn.notify_all()
+            raise
 
     def _turn_over(self, timeout_s: float) -> None:
         ready = self._poller.poll(timeout_s)
@@ -321,10 +336,11 @@ class Endpoint:
     # --- the supervisor's word ---------------------------------------------------------------------------
 
     def to_supervisor(self, frame: bytes) -> None:
-        """When this returns it has left the process, whatever becomes of it."""
+        """When this returns it has left the process, whatever becomes of it; a supervisor that is behind is waited
+        for."""
         self._words.append(frame)
-        while self._words:
-            self._drive(POLL_S if self._driving else 0.0)
+        while self._words or self._supervisor.backlog:
+            self._drive(POLL_S if self._driving or self._supervisor.backlog else 0.0)
 
     def _hear_supervisor(self, event: int) -> None:
         if event & select.EPOLLOUT:
@@ -387,7 +403,7 @@ class Endpoint:
         """Answer an ask. A sender that died meanwhile needs no answer."""
         waiting = self._replies.waiting
         waiting.append((message.route, 0, pack_reply(kind, message.header.seq, *encode_body(value))))
-        if self.mailbox.ready and len(waiting) == 1:
+        if len(waiting) == 1:
             self._send_soon()
 
     def settle(self, timeout_s: float) -> None:
