@@ -102,7 +102,8 @@ class Incarnation:
         self.asking = ""  # "buffer.take" while it waits for that answer
         self.ending = Ending("killed")
         self._unhandled: defaultdict[str, dict[int, _Sent]] = defaultdict(dict)  # by receiver and seq
-        self._seq = self._picks = 0
+        self._seq = 0
+        self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
         self.strand = Strand(self.name, self._body, self._keep_page)
 
     def _body(self) -> None:
@@ -181,9 +182,10 @@ class Incarnation:
 
     def pick(self, name: str) -> str:
         names = self.replicas(name)
-        self._picks += 1
-        turn = self._picks % len(names)
-        return min((*names[turn:], *names[:turn]), key=self._load)
+        last = self._picked.get(name)
+        turn = names.index(last) + 1 if last in names else 0
+        picked = self._picked[name] = min((*names[turn:], *names[:turn]), key=self._load)
+        return picked
 
     def _load(self, name: str) -> tuple[bool, int]:
         member = self.members.by_name.get(name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .control import Member, inbox_path, page_path
-from .errors import ActorDied, ActorStopped, RolecallError
+from .errors import ActorDied, ActorStopped
 from .members import Members
 from .page import Fate, Page
 from .peer import Peer
@@ -185,15 +185,15 @@ class Outbox:
         self._disconnect(peer)
         page = Page(page_path(self._sockets, peer.name))
         for seq, message in list(peer.unhandled.items()):
+            fate = page.fate(self._incarnation, seq)
+            # Said before it is taken out: whoever sees nothing left must find everything said.
+            if message.pending is None:
+                if fate is not Fate.DONE:
+                    self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))
+            elif member.reason:
+                began = fate is not Fate.NEW
+                message.pending.fail(ActorDied(peer.name, member.reason, maybe_executed=began))
+            else:
+                message.pending.fail(ActorStopped(f"{peer.name} has stopped"))
             with self._lock:
                 peer.remove(seq)
-            fate = page.fate(self._incarnation, seq)
-            if message.pending is not None:
-                if member.reason:
-                    began = fate is not Fate.NEW
-                    error: RolecallError = ActorDied(peer.name, member.reason, maybe_executed=began)
-                else:
-                    error = ActorStopped(f"{peer.name} has stopped")
-                message.pending.fail(error)
-            elif fate is not Fate.DONE:
-                self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))

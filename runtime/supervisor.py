@@ -193,13 +193,13 @@ class Supervisor:
     # --- starting and stopping, in order -----------------------------------------------------------------
 
     def _advance(self) -> None:
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         if self._forks is None and self._ending is None and self.clock() >= self._forks_not_before:
             sessions = [child.pid for child in self.children if child.alive]
             self._forks = ForkServer(self.folder / "logs" / "forkserver.log", self.sockets, sessions)
             self._switchboard.add(self._forks.fileno())
         for child in self._tree.to_stop():
             self._stop_child(child)
-        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         if self._forks is not None:
             for child in self._tree.to_start(self.clock()):
                 self._spawn(child, self._forks)

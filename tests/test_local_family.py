@@ -161,7 +161,7 @@ def test_any_names_the_least_busy_in_turn_and_those_that_are_up_first(tmp_path: 
     run = LocalRun(graph, folder=tmp_path, kill=lambda run: ["pool-2"] if run.reports["chooser"] else [])
     run.run()
     assert run.reports["chooser"] == [
-        {"at_once": ["pool-1", "pool-2", "pool-0"]},
-        {"busy": ["pool-2", "pool-2", "pool-0"]},
+        {"at_once": ["pool-0", "pool-1", "pool-2"]},
+        {"busy": ["pool-0", "pool-2", "pool-0"]},
         {"down": ["pool-0", "pool-0", "pool-0"]},
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 from rolecall import ActorDied, ActorStopped, RolecallError
 from rolecall.runtime import peer
 
+from .commands import until
 from .endpoints import Stage, call, down, gone, stage, up
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,3 +115,21 @@ def test_what_has_not_settled_in_time_is_a_dead_letter_and_asks_are_none(here: S
     here.endpoint.settle(0.0)
     reason = "caller ended before it heard that this was handled"
     assert here.endpoint.dead_letters == [("target", "one", reason), ("other", "three", reason)]
+
+
+def test_what_an_actor_says_to_its_supervisor_has_left_it_when_it_goes_on(here: Stage):
+    """Otherwise a kill could take a dead letter with it, and a flood of reports would fill the memory."""
+    words, left = [b"%d." % number + bytes(1000) for number in range(4000)], []
+
+    def talk() -> None:
+        for word in words:
+            here.endpoint.to_supervisor(word)
+            left.append(len(here.endpoint._supervisor.backlog))
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    until(lambda: here.endpoint._supervisor.backlog)  # the kernel has no room
+    heard = [here.heard() for _ in words]
+    talking.join()
+    assert not any(left)
+    assert heard == words

@@ -123,3 +123,5 @@ def test_a_flood_of_reports_hides_no_death_no_question_and_no_stop(tmp_path: Pat
     assert run.deaths == [("idle", "killed by SIGKILL")]
     assert [(actor.name, actor.state) for actor in asked[0].actors] == [("flooder", "up"), ("idle", "up")]
     assert [name for name, state in run.states if state == "done"] == ["idle", "flooder"]
+    words = [report["word"] for report in run.reports["flooder"]]
+    assert words == [*range(100)] * (len(words) // 100)

@@ -207,6 +207,12 @@ def test_waiting_for_a_restart_is_no_time_without_a_death(lives_s: float):
     assert deaths_until_it_is_too_much(RestartBudget(20, 60.0, Longest()), 3.1) == 0
 
 
+def test_waits_that_overlap_pass_once():
+    budget = RestartBudget(30, 60.0, Longest())
+    for burst in range(5):
+        assert all(budget.spend(f"worker-{i}", "x", burst * 120.0) is not None for i in range(20))
+
+
 def test_no_number_of_deaths_makes_a_wait_longer_than_half_a_minute():
     budget = RestartBudget(10_000, 1e9, Longest())
     assert max(budget.spend("a", "x", float(now)) or 0.0 for now in range(2000)) == 30.0

@@ -80,12 +80,15 @@ def test_a_restart_by_request_waits_for_nobody(hold: Callable[[Play], None]):
     assert [slot.name for slot in play.tree.to_start(play.now)] == ["worker-0", "worker-1"]
 
 
-def test_the_first_start_stays_in_order_although_somebody_dies_before_it_is_ready():
+@pytest.mark.parametrize("request_too", [False, True])
+def test_the_first_start_stays_in_order_although_somebody_dies_before_it_is_ready(request_too: bool):
     play = Play(ring()[0], slow="b")
     assert play.settle() == ""
     play.die("b")
     assert play.settle() == "+b"
     play.die("a")  # it was ready: its restart is no part of the first start
+    if request_too:
+        play.tree.restart("d", play.now)
     assert play.settle() == ""
     play.now += 1.0
     assert play.settle() == "+a"
@@ -101,6 +104,49 @@ def test_a_subtree_that_dies_as_a_whole_starts_again_in_order_and_holds_nobody_u
     assert play.restarts("worker-0") == "-worker-1 -b +b"
     assert play.restarts("c") == "+c"
     assert play.ready("b") == "+worker-0 +worker-1"
+
+
+def test_who_fell_with_two_starts_after_both():
+    play = Play(ring(Strategy.REST_FOR_ONE)[0])
+    play.slow = ["worker-0", "worker-1"]
+    play.die("worker-0")
+    assert play.restarts("worker-1") == "-d -c +worker-0 +worker-1"
+    assert play.ready("worker-1") == ""
+    assert play.ready("worker-0") == "+c +d"
+
+
+def test_who_fell_with_a_subtree_waits_for_it_also_when_it_falls_once_more_by_itself():
+    play = pool(Strategy.REST_FOR_ONE, Strategy.ONE_FOR_ALL)
+    play.slow = ["worker-0"]
+    assert play.restarts("a") == "-d -c -worker-0 -worker-1 -b +a +b +worker-0 +worker-1"
+    assert play.restarts("b") == "-worker-0 -worker-1 +b +worker-0 +worker-1"
+    assert play.ready("worker-0") == "+c +d"
+
+
+def test_a_subtree_that_falls_in_the_first_start_is_still_waited_for():
+    play = pool(own=Strategy.ONE_FOR_ALL, slow="worker-0")
+    assert play.restarts("b") == "-worker-0 -worker-1 +b +worker-0 +worker-1"
+    assert play.ready("worker-0") == "+c +d"
+
+
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_a_restart_by_request_does_not_overtake_the_first_start(slow: str):
+    play = Play(ring()[0], slow=slow)
+    before = play.settle()
+    play.tree.restart(slow, play.now)
+    play.tree.restart("d", play.now)
+    assert (before, play.settle()) == ("", f"-{slow} +{slow}")
+    play.slow = []
+    assert play.ready(slow).endswith("+c +d")
+
+
+def test_a_restart_by_request_does_not_overtake_those_it_fell_with():
+    play = Play(ring(Strategy.ONE_FOR_ALL)[0])
+    play.die("b")
+    [going] = play.tree.to_stop()
+    play.tree.ended(going, "", play.now)
+    play.tree.restart("d", play.now)
+    assert play.settle() == "-c -worker-0 -worker-1 -a +a +b +worker-0 +worker-1 +c +d"
 
 
 MOVES = st.lists(
@@ -152,6 +198,27 @@ class Random:
 
 
 @settings(deadline=None)
+@given(st.sampled_from(Strategy), st.sampled_from([None, *Strategy]), st.booleans(), MOVES)
+def test_whatever_happens_the_first_start_is_in_order_and_at_last_everybody_is_up(
+    strategy: Strategy, own: Strategy | None, started: bool, moves: list[tuple[str, str]]
+):
+    play = Random(strategy, own, started)
+    for move in moves:
+        play.move(*move)
+        for slot in play.start():
+            assert not slot.doomed
+            assert slot.name in play.ready or {other.name for other in play.before(slot)} <= play.ready
+    for _ in range(100):
+        for slot in play.tree.to_stop():
+            play.move("stop", slot.name)
+        play.now += 60.0
+        play.start()
+        for name in play.slots:
+            play.move("ready", name)
+    assert {slot.state for slot in play.slots.values()} == {"up"}
+
+
+@settings(deadline=None)
 @given(st.booleans(), MOVES)
 def test_under_one_for_one_whoever_was_ready_once_is_restarted_when_its_time_has_come(
     started: bool, moves: list[tuple[str, str]]
@@ -164,3 +231,16 @@ def test_under_one_for_one_whoever_was_ready_once_is_restarted_when_its_time_has
             slot for slot in play.slots.values() if slot.state == "waiting" and slot.name in play.ready
         ]
         assert all(slot.not_before > play.now for slot in waiting)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([Strategy.ONE_FOR_ALL, Strategy.REST_FOR_ONE]), st.booleans(), MOVES)
+def test_whoever_falls_with_those_before_it_starts_after_them(
+    strategy: Strategy, started: bool, moves: list[tuple[str, str]]
+):
+    play = Random(strategy, None, started)
+    for kind, name in moves:
+        play.move("die" if kind == "restart" else kind, name)
+        for slot in play.start():
+            assert {other.state for other in play.before(slot)} <= {"up"}
+            assert not any(other.doomed for other in play.slots.values())
