@@ -11,10 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..runtime import Actor, Unrecoverable, idempotent
+from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
 from .types import Prompt
 
 __all__ = ["Reward", "RewardFunction", "exact_match", "math_verify", "reward_function"]
+
+PATIENCE_WITH_A_REWARD_S = (
+    600.0  # a function that takes longer over one group hangs, as far as a run can tell
+)
 
 RewardFunction = Callable[[Prompt, str], float]
 
@@ -119,6 +123,7 @@ class Reward(Actor):
         return getattr(self.fn, "__name__", repr(self.fn))
 
     @idempotent
+    @max_run_s(PATIENCE_WITH_A_REWARD_S)
     def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
         """One reward a completion. Raises Unrecoverable if the function raises or gives no finite number."""
         return [self._score_one(prompt, completion) for completion in completions]

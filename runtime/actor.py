@@ -119,7 +119,7 @@ def idempotent(handler: Handler) -> Handler:
 def max_run_s(seconds: float) -> Callable[[Handler], Handler]:
     """Mark a handler, `step` or `on_start`: one that runs for longer hangs, and its actor is killed and restarted.
 
-    Without the mark it may compute for as long as it likes.
+    Without the mark it may compute for as long as it likes. The time that it waits for others' answers counts.
     """
 
     def mark(handler: Handler) -> Handler:

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import json
 from msgspec.structs import replace
 
-from .control import Ending, ending_path, page_path, spec_path
+from .control import Ending, ending_path, inbox_path, page_path, spec_path
 from .page import Page
 from .process import STACKS_SIGNAL
 from .tree import Slot
@@ -73,13 +73,17 @@ class Child(Slot):
         spec_path(self.sockets, self.name, self.incarnation).unlink(missing_ok=True)
         path = ending_path(self.sockets, self.name, self.incarnation)
         ending = json.decode(path.read_bytes(), type=Ending) if path.exists() else Ending("killed")
+        for left in (path, inbox_path(self.sockets, self.name, self.incarnation)):
+            left.unlink(missing_ok=True)
         return replace(ending, reason=ending.reason or self.hung or describe_exit(status))
 
 
 def describe_exit(status: int) -> str:
     """A wait status in words."""
     if os.WIFSIGNALED(status):
-        return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        number = os.WTERMSIG(status)
+        known = number in {one.value for one in signal.Signals}  # most real-time signals have no name
+        return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
     return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
 

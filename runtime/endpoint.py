@@ -1,10 +1,4 @@
-"""One process's connections: an inbox that others send to, an outbox, a line to the supervisor.
-
-Whoever waits (for a message, or for an answer) drives the sockets meanwhile. Several threads may wait; one of
-them drives for all. What is sent without waiting goes out with the next wait, in one datagram with whatever
-else there is for that actor; or, if its sender computes, within about a millisecond by a thread that does
-nothing else.
-"""
+"""One process's connections: an inbox that others send to, an outbox, a line to the supervisor."""
 
 from __future__ import annotations
 
@@ -29,6 +23,7 @@ from .peer import Heard, Outgoing, Peer, Pending, Replies, together
 from .ref import Answer, Call, only_one
 from .remote import RemoteActor
 from .sockets import Connection, Parcel, connect, listen
+from .turns import LATE_S, POLL_S, Turns
 from .wire import (
     Kind,
     encode_body,
@@ -43,9 +38,7 @@ __all__ = ["Endpoint"]
 
 TELL_TIMEOUT_S = 300.0  # how long a tell waits for room in the receiver's mailbox
 BATCH = 64  # messages or answers that wait for nothing else before they are sent
-LATE_S = 0.001  # what waits longer is sent by a thread of its own
 BREATH_NS = 5_000_000
-POLL_S = 1.0  # how long a wait sleeps at most before it looks at its deadline
 LAST_WORDS_S = 0.5  # how long a process that ends waits for the kernel to take what it has said
 _from_supervisor = msgpack.Decoder(ToActor)
 
@@ -68,18 +61,15 @@ class Endpoint:
         self._seq = 0
         self._members = Members()
         self.downs = self._members.downs
-        self._picks = 0
+        self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
         # What waits to be sent; only the thread that drives touches a socket.
         self._replies = Replies()
         self._words: deque[bytes] = deque()  # for the supervisor
-        self._lock = threading.Lock()
-        self._turn = threading.Condition(self._lock)
-        self._driving = self._closed = False
-        self._sleepers = 0  # threads that wait for the one that drives
-        self._drove_ns = 0
-        self._late = threading.Event()
-        self._sender: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._turns = Turns(self, self._wake)
+        self._drive, self._lock, self._late = self._turns.drive, self._turns.lock, self._turns.late
+        self._handler = threading.get_ident()  # the thread that handles messages
+        self._drove_ns = 0
         self._inbox = listen(inbox_path(sockets, name, incarnation))
         self._poller = select.epoll()
         self._poller.register(self._wake, select.EPOLLIN)
@@ -115,9 +105,10 @@ class Endpoint:
 
     def pick(self, name: str) -> str:
         names = self.replicas(name)
-        self._picks += 1
-        turn = self._picks % len(names)
-        return min((*names[turn:], *names[:turn]), key=self._load)
+        last = self._picked.get(name)
+        turn = names.index(last) + 1 if last in names else 0
+        picked = self._picked[name] = min((*names[turn:], *names[:turn]), key=self._load)
+        return picked
 
     def _load(self, name: str) -> tuple[bool, int]:
         member, peer = self._members.by_name.get(name), self._outbox.peers.get(name)
@@ -141,11 +132,13 @@ class Endpoint:
 
     def ask_soon(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
         answer = self._ask(name, call, timeout_s)
-        self._send_soon()
+        self._turns.send_soon()
         return answer
 
     def _ask(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
-        deadline = min(time.monotonic() + timeout_s, self.deadline)
+        deadline = time.monotonic() + timeout_s
+        if threading.get_ident() == self._handler:
+            deadline = min(deadline, self.deadline)
         if name in self.remotes:
             return Heard(self.remotes[name].ask(call, deadline, self._between))
         pending = Pending(name, deadline, self._wait)
@@ -158,7 +151,7 @@ class Endpoint:
         else:
             self._post(name, call)
             if not self._late.is_set():
-                self._send_soon()
+                self._turns.send_soon()
 
     def _between(self) -> None:
         """Called between two tries of a request to another machine: hear the supervisor meanwhile."""
@@ -171,7 +164,8 @@ class Endpoint:
             kind, until, chain = Kind.TELL, 0.0, ()  # nobody waits for it
         else:
             kind, until, pending.name = Kind.ASK, pending.deadline, peer.name
-            chain = (*self.chain, self.name)
+            # Other threads of this process do not work for whoever waits for the message being handled.
+            chain = (*self.chain, self.name) if threading.get_ident() == self._handler else (self.name,)
             if peer.name in chain:
                 raise DeadlockError.of(chain, peer.name, call.method)
         if peer.full:
@@ -192,29 +186,15 @@ class Endpoint:
         name = only_one(name, self.replicas(name))
         return self._outbox.peers.setdefault(name, Peer(name))
 
-    def _send_soon(self) -> None:
-        """Let the sending thread send what nobody's wait has sent by then."""
-        if not self._late.is_set():
-            if self._sender is None:
-                self._sender = threading.Thread(target=self._send_late, daemon=True)
-                self._sender.start()
-            self._late.set()
+    @property
+    def stuck(self) -> bool:
+        """Whether the kernel had no room for something that was sent."""
+        links = (self._supervisor, *list(self._callers.values()))
+        return self._outbox.stuck or any(link.backlog for link in links)
 
-    def _send_late(self) -> None:
-        while True:
-            self._late.wait()
-            time.sleep(LATE_S)
-            self._late.clear()
-            if self._unsent():
-                self._drive(0.0, send_only=True)
-            while self._stuck():
-                self._drive(POLL_S)
-
-    def _stuck(self) -> bool:
-        """Whether the kernel has no room for something that was sent."""
-        return self._outbox.stuck or any(caller.backlog for caller in list(self._callers.values()))
-
-    def _unsent(self) -> bool:
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits for `flush`."""
         return bool(self._outbox.unsent or self._replies.waiting or self._words)
 
     def _wait_for_room(self, peer: Peer, deadline: float) -> None:
@@ -254,40 +234,8 @@ class Endpoint:
         if len(self._replies.waiting) >= BATCH or time.monotonic_ns() - self._drove_ns > BREATH_NS:
             self._drive(0.0)
 
-    def _drive(self, timeout_s: float, pending: Pending | None = None, *, send_only: bool = False) -> None:
-        """Move messages for up to `timeout_s`, or until another thread that drives has settled `pending`."""
-        with self._lock:
-            if self._driving:
-                if self._unsent():
-                    os.eventfd_write(self._wake, 1)  # the driver sleeps in its poll: let it send them
-                if timeout_s and not (pending and pending.done):
-                    self._sleepers += 1
-                    self._turn.wait(timeout_s)
-                    self._sleepers -= 1
-                return
-            if (pending and pending.done) or self._closed:
-                return
-            self._driving = True
-        try:
-            self._flush()
-            if not send_only:
-                # What cannot be sent ends its ask at once.
-                self._turn_over(0.0 if pending is not None and pending.done else timeout_s)
-        finally:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Stop driving, but not before what others have posted meanwhile is sent."""
-        while True:
-            self._flush()
-            with self._lock:
-                if not self._unsent():
-                    self._driving = False
-                    if self._sleepers:
-                        self._turn.notify_all()
-                    return
-
-    def _turn_over(self, timeout_s: float) -> None:
+    def turn(self, timeout_s: float) -> None:
+        """Let in what there is; wait for the first of it."""
         ready = self._poller.poll(timeout_s)
         self._drove_ns = time.monotonic_ns()
         for fd, event in ready:
@@ -303,7 +251,7 @@ class Endpoint:
             elif fd == self._wake:
                 os.eventfd_read(self._wake)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Send all that waits to be sent."""
         while self._words:
             self._supervisor.send(self._words.popleft())
@@ -316,15 +264,19 @@ class Endpoint:
         for datagram in together(records):
             connection.send(datagram)
         if connection.backlog:
-            self._send_soon()  # this thread may not wait here again for long
+            self._turns.send_soon()  # this thread may not wait here again for long
 
     # --- the supervisor's word ---------------------------------------------------------------------------
 
     def to_supervisor(self, frame: bytes) -> None:
-        """When this returns it has left the process, whatever becomes of it."""
+        """When this returns it has left the process, whatever becomes of it; a supervisor that is behind is waited
+        for."""
         self._words.append(frame)
+        self._drive(0.0)
         while self._words:
-            self._drive(POLL_S if self._driving else 0.0)
+            self._drive(LATE_S)  # another thread drives, and has been told
+        while self._supervisor.backlog:
+            self._drive(POLL_S)
 
     def _hear_supervisor(self, event: int) -> None:
         if event & select.EPOLLOUT:
@@ -381,14 +333,14 @@ class Endpoint:
         waiting = self._replies.waiting
         waiting.append((message.route, message.header.seq, b""))
         if len(waiting) == 1:
-            self._send_soon()  # the next message may take long
+            self._turns.send_soon()  # the next message may take long
 
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         """Answer an ask. A sender that died meanwhile needs no answer."""
         waiting = self._replies.waiting
         waiting.append((message.route, 0, pack_reply(kind, message.header.seq, *encode_body(value))))
-        if self.mailbox.ready and len(waiting) == 1:
-            self._send_soon()
+        if len(waiting) == 1:
+            self._turns.send_soon()
 
     def settle(self, timeout_s: float) -> None:
         """Before the end: wait until what this actor told others is handled, for only its sender can send it again.
@@ -403,7 +355,6 @@ class Endpoint:
         """Say what is left to say."""
         until = time.monotonic() + LAST_WORDS_S
         self._drive(0.0)
-        while self._stuck() and time.monotonic() < until:
+        while self.stuck and time.monotonic() < until:
             self._drive(LATE_S)
-        with self._lock:
-            self._closed = True
+        self._turns.close()

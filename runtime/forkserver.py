@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -86,6 +87,7 @@ class ForkServer:
     """
 
     def __init__(self, log: Path, sockets: Path, sessions: Sequence[int] = ()) -> None:
+        self._requests: deque[bytes] = deque()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # One thread while importing: a BLAS that starts its pool would make every fork unsafe.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -111,10 +113,16 @@ class ForkServer:
         return self._connection.fileno()
 
     def send(self, request: dict[str, Any]) -> None:
-        try:
-            self._connection.send(json.encode(request))
-        except (BrokenPipeError, ConnectionResetError):
-            return  # it has just died: whoever reads its replies learns of it there
+        """Without waiting: it may be importing for long, or be waiting itself to be heard."""
+        self._requests.append(json.encode(request))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for; each reply makes some."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            while self._requests:  # whoever reads its replies learns there that it has died
+                self._connection.send(self._requests[0], socket.MSG_DONTWAIT)
+                self._requests.popleft()
 
     def reply(self) -> dict[str, Any] | None:
         """The next reply; waits for it. None if it has died."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .control import Member, inbox_path, page_path
-from .errors import ActorDied, ActorStopped, RolecallError
+from .errors import ActorDied, ActorStopped
 from .members import Members
 from .page import Fate, Page
 from .peer import Peer
@@ -60,14 +60,14 @@ class Outbox:
     @property
     def telling(self) -> bool:
         """Whether something was told that is not handled yet."""
-        return any(
-            message.pending is None for peer in self.peers.values() for message in peer.unhandled.values()
-        )
+        with self._lock:
+            peers = list(self.peers.values())
+            return any(message.pending is None for peer in peers for message in peer.unhandled.values())
 
     def give_up(self, reason: str) -> None:
         """Nobody will send again what was told."""
-        for peer in self.peers.values():
-            told = [message.method for message in peer.unhandled.values() if message.pending is None]
+        for peer in list(self.peers.values()):
+            told = [message.method for message in list(peer.unhandled.values()) if message.pending is None]
             self.dead_letters += [(peer.name, method, reason) for method in told]
 
     def remove(self, name: str, seq: int) -> None:
@@ -125,12 +125,16 @@ class Outbox:
     def _connect(self, peer: Peer, member: Member) -> None:
         """Send all that the last incarnation has not handled to this one."""
         self._disconnect(peer)
-        peer.incarnation = member.incarnation
-        peer.place = self._members.place(peer.name)
         try:
             link = connect(inbox_path(self._sockets, peer.name, member.incarnation))
         except (ConnectionRefusedError, FileNotFoundError):
-            return  # it has just died: the supervisor will say so
+            peer.incarnation = member.incarnation  # it has just died: the supervisor will say so
+            return
+        except OSError:
+            self.unsent[peer.name] = peer  # of this process's own making, and perhaps over the next time
+            raise
+        peer.incarnation = member.incarnation
+        peer.place = self._members.place(peer.name)
         peer.connection = Connection(link, self._poller)
         self.callees[peer.connection.fileno()] = peer
         with self._lock:
@@ -159,7 +163,9 @@ class Outbox:
     def _note(self, peer: Peer) -> None:
         """For `rolecall ps`."""
         if peer.place >= 0:
-            self._page.note_sent(peer.place, len(peer.unhandled), peer.oldest_ns)
+            with self._lock:
+                messages, oldest_ns = len(peer.unhandled), peer.oldest_ns
+            self._page.note_sent(peer.place, messages, oldest_ns)
 
     def _lose(self, peer: Peer, member: Member) -> None:
         """Its actor died: an ask that had begun and must not run twice ends here; the rest waits for the next."""
@@ -179,15 +185,15 @@ class Outbox:
         self._disconnect(peer)
         page = Page(page_path(self._sockets, peer.name))
         for seq, message in list(peer.unhandled.items()):
+            fate = page.fate(self._incarnation, seq)
+            # Said before it is taken out: whoever sees nothing left must find everything said.
+            if message.pending is None:
+                if fate is not Fate.DONE:
+                    self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))
+            elif member.reason:
+                began = fate is not Fate.NEW
+                message.pending.fail(ActorDied(peer.name, member.reason, maybe_executed=began))
+            else:
+                message.pending.fail(ActorStopped(f"{peer.name} has stopped"))
             with self._lock:
                 peer.remove(seq)
-            fate = page.fate(self._incarnation, seq)
-            if message.pending is not None:
-                if member.reason:
-                    began = fate is not Fate.NEW
-                    error: RolecallError = ActorDied(peer.name, member.reason, maybe_executed=began)
-                else:
-                    error = ActorStopped(f"{peer.name} has stopped")
-                message.pending.fail(error)
-            elif fate is not Fate.DONE:
-                self.dead_letters.append((peer.name, message.method, member.reason or "stopped"))

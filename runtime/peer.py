@@ -16,6 +16,7 @@ __all__ = ["Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
+MAX_PARCELS = 128
 
 
 @dataclass(eq=False, slots=True)
@@ -79,7 +80,7 @@ class Peer:
 
     place: its place in the membership, -1 as long as it is in none.
     unhandled: what it has not handled, by seq; unsent: those of them it was not sent yet.
-    size: bytes of what it has not handled.
+    size: bytes of what it has not handled; parcels: how many of those messages are one, with a descriptor each.
     """
 
     name: str
@@ -89,28 +90,33 @@ class Peer:
     unhandled: dict[int, Outgoing] = field(default_factory=dict)
     unsent: list[Outgoing] = field(default_factory=list)
     size: int = 0
+    parcels: int = 0
 
     def add(self, message: Outgoing) -> None:
         self.unhandled[message.seq] = message
         self.unsent.append(message)
         self.size += len(message.record)
+        self.parcels += isinstance(message.record, Parcel)
 
     def remove(self, seq: int) -> Outgoing | None:
         message = self.unhandled.pop(seq, None)
         if message is not None:
             self.size -= len(message.record)
+            self.parcels -= isinstance(message.record, Parcel)
         return message
 
     def strike(self, seqs: Iterable[int]) -> None:
         """These tells were handled."""
-        unhandled = self.unhandled
         for seq in seqs:
-            if seq in unhandled:
-                self.size -= len(unhandled.pop(seq).record)
+            self.remove(seq)
 
     @property
     def full(self) -> bool:
-        return len(self.unhandled) >= MAX_UNHANDLED or self.size >= MAX_UNHANDLED_BYTES
+        return (
+            len(self.unhandled) >= MAX_UNHANDLED
+            or self.size >= MAX_UNHANDLED_BYTES
+            or self.parcels >= MAX_PARCELS
+        )
 
     @property
     def oldest_ns(self) -> int:

@@ -29,6 +29,7 @@ from .page import Fate, Page
 from .recipe import load_recipe
 from .ref import bind_transport
 from .remote import RemoteActor
+from .sockets import allow_descriptors
 from .wire import Kind, decode_body, encode_body
 
 __all__ = ["Life", "LifeSupport", "Spec", "be_actor", "run_actor"]
@@ -77,6 +78,7 @@ def run_actor(spec_path: Path) -> None:
     """Be the actor described in `spec_path` until it finishes, is stopped or crashes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what it printed last, before a kill, tells most
+    allow_descriptors()
     faulthandler.enable()
     # In C, whatever holds the GIL; a handler of Python's own would wait until it is let go.
     faulthandler.register(STACKS_SIGNAL, all_threads=True, chain=False)
@@ -216,6 +218,7 @@ class Life:
             self._swept = now
             for message in self.endpoint.mailbox.drop_late(now):
                 self.endpoint.page.done(message.header.sender, message.header.seq)
+                self.endpoint.handled(message)
 
     def _handle(self, message: Incoming) -> bool:
         """Whether the handler ran, so that the actor's state may have changed."""
@@ -226,6 +229,7 @@ class Life:
         now_ns = self.endpoint.now_ns()
         if header.deadline and header.deadline * 1e9 < now_ns:
             page.done(sender, seq)  # its asker has gone on with AskTimeout
+            self.endpoint.handled(message)
             return False
         page.begin(sender, seq, now_ns)
         try:

@@ -12,7 +12,6 @@ import asyncio
 import errno
 import hmac
 import inspect
-import resource
 import socket
 import threading
 import time
@@ -73,7 +72,6 @@ class Proxy(Actor):
         app = build_app(self.roles, self.about, read_token(self.token_file), self._ended)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
-        _raise_file_limit()
         config = uvicorn.Config(
             app, http=_impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
             limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
@@ -112,12 +110,6 @@ class Proxy(Actor):
             ) from error
         remembered.write_text(str(listener.getsockname()[1]))
         return listener
-
-
-def _raise_file_limit() -> None:
-    """A connection is a file: allow as many as this process may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _impatient_protocol() -> type[asyncio.Protocol]:

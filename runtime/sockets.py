@@ -11,13 +11,15 @@ import array
 import errno
 import mmap
 import os
+import resource
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["MAX_DATAGRAM", "Connection", "Parcel", "connect", "listen"]
+__all__ = ["MAX_DATAGRAM", "Connection", "Parcel", "allow_descriptors", "connect", "listen"]
 
 MAX_DATAGRAM = 64 << 10  # bytes; what is larger goes beside
 _SEND_BUFFER = 1 << 20  # bytes the kernel keeps for a receiver that is busy, if it lets us
@@ -94,6 +96,8 @@ class Connection:
                 self._socket.sendmsg([_BESIDE], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
         except OSError as error:
             if error.errno in _FULL:
+                if error.errno == errno.ETOOMANYREFS:
+                    time.sleep(0.001)  # nothing says when there will be room: ask again, but not at once
                 return False
             if error.errno not in _ENDED:
                 raise
@@ -104,11 +108,17 @@ class Connection:
         if self.ended:
             return None
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return None
         except ConnectionResetError:
-            data, ancillary = b"", []
+            data, ancillary, flags = b"", [], 0
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(
+                errno.EMFILE, "too many open files to receive a large message: raise the limit (ulimit -n)"
+            )
         if ancillary:
             return _open_parcel(array.array("i", ancillary[0][2])[0])
         if not data:
@@ -130,6 +140,12 @@ def _open_parcel(fd: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     finally:
         os.close(fd)
+
+
+def allow_descriptors() -> None:
+    """Let this process open as many files as it may: each large message on its way is one, each client another."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(path: Path) -> socket.socket:

@@ -44,7 +44,7 @@ from .leftovers import Leftovers, kill_marked
 from .page import RECEIVERS
 from .process import Spec
 from .remote import RemoteActor
-from .sockets import Connection
+from .sockets import Connection, allow_descriptors
 from .status import run_status
 from .switchboard import Switchboard
 from .tree import Tree, Verdict
@@ -141,7 +141,7 @@ class Supervisor:
         """Start everybody, keep them alive until the run is over, stop everybody."""
         become_subreaper()
         self._hangs = HangWatch(self.frozen_s)
-        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        allow_descriptors()
         self._switchboard = Switchboard(self.sockets)
         self._switchboard.add(self._wake)
         try:
@@ -197,6 +197,7 @@ class Supervisor:
     # --- starting and stopping, in order -----------------------------------------------------------------
 
     def _advance(self) -> None:
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         if self._forks is None and self._ending is None and self.clock() >= self._forks_not_before:
             sessions = [child.pid for child in self.children if child.alive]
             self._forks = ForkServer(self.folder / "logs" / "forkserver.log", self.sockets, sessions)
@@ -249,6 +250,8 @@ class Supervisor:
 
     def _listen(self, timeout_s: float) -> None:
         ready = self._switchboard.poll(timeout_s)
+        if self._forks is not None:
+            self._forks.flush()
         if self._wake in ready:
             os.eventfd_read(self._wake)
         if self._forks is not None and self._forks.fileno() in ready:
@@ -307,7 +310,7 @@ class Supervisor:
         self._forks_not_before = self.clock() + (verdict.deaths[0].restart_in_s or 0.0)
         for child in self.children:
             if child.state == "spawning":
-                child.state, child.doomed = "waiting", ""
+                child.state, child.doomed, child.again = "waiting", "", False
 
     def _adopt(self, reply: dict[str, Any]) -> None:
         child = self._by_name[reply["name"]]
@@ -328,10 +331,10 @@ class Supervisor:
     # --- deaths ------------------------------------------------------------------------------------------
 
     def _reap(self, child: Child) -> None:
+        self._leftovers.add(child.pid)  # before its number is free to be another's
         ending = child.reap()
         self._switchboard.forget(child.name, child.incarnation)
         self._hear_all()  # what a process said before it died comes before its death
-        self._leftovers.add(child.pid)
         self._hangs.forget(child.pid)
         if self._forks is not None:
             self._forks.send({"forget": child.pid})

@@ -32,11 +32,8 @@ class Switchboard:
         self._heard: list[tuple[Connection, bytes | memoryview]] = []
 
     def add(self, fd: int) -> None:
-        """Wait for this one, too, until it is closed or taken out."""
+        """Wait for this one, too, until it is closed."""
         self._poller.register(fd, select.EPOLLIN)
-
-    def take_out(self, fd: int) -> None:
-        self._poller.unregister(fd)
 
     def poll(self, timeout_s: float) -> set[int]:
         """Wait until somebody says something or one of the others is ready; those of the others that are."""

@@ -10,6 +10,7 @@ of processes, a LocalRun in virtual time.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -50,6 +51,11 @@ class Slot:
     def running(self) -> bool:
         return self.state in ("starting", "up", "stopping")
 
+    @property
+    def coming(self) -> bool:
+        """Whether it is to be ready again, or for the first time."""
+        return bool(self.doomed) or self.state in ("waiting", "spawning", "starting")
+
 
 @dataclass(frozen=True)
 class Death:
@@ -76,14 +82,16 @@ class RestartBudget:
     within_s: float
     rng: random.Random
     _deaths: deque[tuple[float, str, str]] = field(default_factory=deque)
-    _waited_s: float = 0.0
+    _waited_s: float = 0.0  # up to _until
+    _until: float = -math.inf
 
     def spend(self, name: str, reason: str, now: float) -> float | None:
         """The seconds to wait before the restart; None: there were too many deaths within the period.
 
         The first restart is at once; then waits double, with full jitter.
         """
-        lived = now - self._waited_s  # waiting for a restart is no time without a death
+        # Waiting for a restart is no time without a death; of waits that overlap each second counts once.
+        lived = now - self._waited_s + max(0.0, self._until - now)
         self._deaths.append((lived, name, reason))
         while self._deaths[0][0] <= lived - self.within_s:
             self._deaths.popleft()
@@ -92,7 +100,8 @@ class RestartBudget:
         if self.count == 1:
             return 0.0
         wait_s = self.rng.uniform(0.0, min(MAX_BACKOFF_S, 0.1 * 2.0 ** min(self.count, 20)))
-        self._waited_s += wait_s
+        self._waited_s += max(0.0, now + wait_s - max(now, self._until))
+        self._until = max(now + wait_s, self._until)
         return wait_s
 
     @property
@@ -226,8 +235,7 @@ class Tree(Generic[SlotT]):
             slot.state = "gone"
         else:
             falling = _falling(strategy, slot.position, among)
-            if falling or slot.state == "up":  # one that was never ready is waited for as before
-                self._start_together([slot, *falling])
+            self._start_together([slot, *falling])
             self._again(slot, now + delay_s)
             self._take_down(falling, f"{slot.name} died", now)
         return Verdict([Death(slot.name, slot.reason, delay_s)], story)
@@ -254,9 +262,12 @@ class Tree(Generic[SlotT]):
         return [slot for slot in self.slots if slot.role.name in subtree.roles]
 
     def _start_together(self, slots: Sequence[SlotT]) -> None:
+        """And with those whom they were to start with already."""
         self._waves += 1
-        for slot in slots:
-            slot.wave = self._waves
+        waves = {slot.wave for slot in slots if slot.coming}
+        for slot in self.slots:
+            if slot in slots or (slot.coming and slot.wave in waves):
+                slot.wave = self._waves
 
     def _again(self, slot: SlotT, at: float) -> None:
         slot.state, slot.not_before = "waiting", at

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rolecall.runtime.leftovers import MARK, kill_marked
 from rolecall.runtime.runs import RunFolder
 
 from .commands import Command, until
@@ -23,16 +25,17 @@ class Leavers(Command):
     """`rolecall run graphs/leavers.py`, ready: its actors and their children are there."""
 
     def __init__(self, folder: Path, does: str) -> None:
+        self.count = 8 if does == "wander" else 6
         self.pipe = folder / "pipe"
         os.mkfifo(self.pipe)
         settings = ["--set", f"pipe={self.pipe}", "--set", f"does={does}"]
         super().__init__(["run", str(GRAPHS / "leavers.py"), *settings], folder)
 
     def wait_until_here(self) -> list[int]:
-        """The pids of all: supervisor, fork server, two actors, a shell and its sleep."""
+        """The pids of all: supervisor, fork server, two actors, a shell and its sleep; two more of one that wanders."""
         with self.pipe.open() as pipe:
             assert pipe.read() == "here\n"
-        until(lambda: self.actor("idle") and len(self.processes()) == 6)
+        until(lambda: self.actor("idle") and len(self.processes()) == self.count)
         return self.processes()
 
     def actor(self, name: str) -> int:
@@ -55,14 +58,17 @@ class Leavers(Command):
         """Whether on_stop has run."""
         return (self.run_folder() / "state" / "parent" / "stopped").exists()
 
+    def kill(self) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
 
 @pytest.fixture
 def leavers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Leavers]:
     command = Leavers(tmp_path, getattr(request, "param", "nothing"))
     yield command
-    for pid in command.processes():
-        os.kill(pid, signal.SIGKILL)
-    command.process.communicate()
+    command.kill()
 
 
 @pytest.fixture
@@ -171,6 +177,64 @@ def test_the_run_finishes(leavers: Leavers):
     assert code == 0, errors
     assert until(lambda: not leavers.processes(), SECONDS)
     assert leavers.stopped
+
+
+@pytest.mark.parametrize("leavers", ["wander"], indirect=True)
+def test_who_has_left_the_session_is_gone_when_the_run_ends_in_order(leavers: Leavers):
+    pids = leavers.wait_until_here()
+    os.kill(leavers.process.pid, signal.SIGTERM)
+    assert leavers.finish(30.0)[0] == 130
+    assert wait_for_ends(pids, SECONDS) == []
+    assert leavers.processes() == []
+
+
+@pytest.mark.parametrize("leavers", ["wander"], indirect=True)
+def test_who_has_left_the_session_is_gone_when_the_supervisor_is_killed_and_other_runs_live(
+    leavers: Leavers, tmp_path: Path
+):
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    other = Leavers(other_folder, "wander")
+    try:
+        pids, others = leavers.wait_until_here(), other.wait_until_here()
+        os.kill(leavers.process.pid, signal.SIGKILL)
+        assert wait_for_ends(pids, SECONDS) == []
+        assert leavers.processes() == []
+        assert sorted(other.processes()) == sorted(others)
+    finally:
+        other.kill()
+
+
+@pytest.fixture
+def sleepers() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a process with this in its environment."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(**environment: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["/bin/sleep", "1000"], env=environment, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_only_who_has_the_mark_of_the_run_is_killed(
+    tmp_path: Path, sleepers: Callable[..., subprocess.Popen[bytes]]
+):
+    mark = str(tmp_path)
+    ours = [sleepers(**{MARK: mark}), sleepers(PATH="/bin", **{MARK: mark})]
+    others = [
+        sleepers(),
+        sleepers(**{MARK: mark + "x"}),
+        sleepers(**{MARK: str(tmp_path.parent)}),
+        sleepers(NOTE=f"{MARK}={mark}"),
+        sleepers(**{"X" + MARK: mark}),
+    ]
+    kill_marked(tmp_path, SECONDS)
+    assert [process.wait(SECONDS) for process in ours] == [-signal.SIGKILL] * 2
+    assert [process.poll() for process in others] == [None] * 5
 
 
 def test_the_children_of_a_killed_actor_die_before_it_is_restarted(tmp_path: Path):

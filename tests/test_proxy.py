@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -279,16 +278,6 @@ def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatc
     cut_off, answer = asyncio.run(visit())
     assert cut_off == b""
     assert answer.startswith(b"HTTP/1.1 200")
-
-
-def test_a_proxy_may_open_as_many_files_as_the_system_lets_it():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
-    try:
-        proxy._raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_only_what_a_role_lists_is_there(client: Client):

@@ -158,7 +158,7 @@ def test_every_circle_of_asks_is_named_however_long(circles: Run, soon: bool):
 
 def test_a_tell_breaks_a_circle(circles: Run):
     """a asks b, b tells c, c asks a: nobody waits for c, so c has only to wait its turn."""
-    assert circles.reports["c"] == [{"back": "the end"}]
+    assert circles.reports["c"][0] == {"back": "the end"}  # they may go round again until the run has stopped
 
 
 def test_an_actor_that_finishes_tells_all_who_wait(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rolecall.runtime.sockets import MAX_DATAGRAM, Connection, Parcel, connect, listen
+from rolecall.runtime.sockets import MAX_DATAGRAM, Connection, Parcel, allow_descriptors, connect, listen
 
 
 @pytest.fixture
@@ -123,3 +124,32 @@ def test_a_listener_gives_what_was_sent_before_it_looked(poller: select.epoll, t
         connect(path)
     with pytest.raises(FileNotFoundError):
         connect(Path("nobody"))
+
+
+def test_a_process_may_open_as_many_files_as_the_system_lets_it():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        allow_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_receiver_without_a_free_descriptor_says_so(poller: select.epoll):
+    sender, receiver = pair(poller)
+    sender.send(bytes(MAX_DATAGRAM + 1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
+    taken: list[int] = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="raise the limit"):
+            receiver.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)

@@ -2,65 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from rolecall import Actor, Graph, Ref, Restart, Strategy
-from rolecall.runtime.tree import RestartBudget, Slot, Tree, Verdict
+from rolecall import Restart, Strategy
+from rolecall.runtime.tree import RestartBudget, Tree, Verdict
 
-
-class Longest(random.Random):
-    def uniform(self, a: float, b: float) -> float:
-        return b
-
-
-class Play:
-    """Drives a tree whose actors start and stop as soon as they are asked to. events: "+b" started, "-b" stopped."""
-
-    def __init__(self, graph: Graph) -> None:
-        slots = [Slot(role, place, name) for place, role in enumerate(graph) for name in role.members]
-        self.tree = Tree(graph, slots, Longest())
-        self.slots = {slot.name: slot for slot in slots}
-        self.now = 0.0
-        self.settle()
-
-    def settle(self) -> str:
-        events: list[str] = []
-        while True:
-            if going := self.tree.to_stop():
-                for slot in going:
-                    assert self.tree.ended(slot, "exited with code 0", self.now) == Verdict()
-                    events.append(f"-{slot.name}")
-            elif coming := self.tree.to_start(self.now):
-                for slot in coming:
-                    slot.state = "up"
-                    events.append(f"+{slot.name}")
-            else:
-                return " ".join(events)
-
-    def die(self, name: str, reason: str = "killed by SIGKILL") -> Verdict:
-        return self.tree.ended(self.slots[name], reason, self.now)
-
-    def restarts(self, name: str) -> str:
-        """What follows from a death, once all waits are over."""
-        self.die(name)
-        self.now += 60.0
-        return self.settle()
-
-
-def ring(strategy: Strategy = Strategy.ONE_FOR_ONE, **limits: float) -> tuple[Graph, list[Ref[Actor]]]:
-    """a, b, two workers, c, d"""
-    graph = Graph("ring", strategy=strategy, **limits)  # type: ignore[arg-type]
-    refs = [graph.add(name, Actor) for name in ("a", "b", "worker", "c", "d")]
-    graph.place(refs[2], replicas=2)
-    return graph, refs
-
-
-def pool(strategy: Strategy = Strategy.ONE_FOR_ONE, own: Strategy = Strategy.ONE_FOR_ONE) -> Play:
-    """b and the workers have a supervisor of their own, which restarts twice."""
-    graph, (_, b, worker, _, _) = ring(strategy)
-    graph.supervise(worker, b, strategy=own, max_restarts=2, within_s=60.0)
-    return Play(graph)
+from .trees import Longest, Play, pool, ring
 
 
 @pytest.mark.parametrize(
@@ -242,14 +188,31 @@ def test_at_the_end_everybody_stops_in_reverse():
     assert [play.slots[name].state for name in ("a", "b", "d")] == ["done"] * 3
 
 
-def test_the_next_is_started_when_the_one_before_is_ready():
-    play = Play(ring(Strategy.ONE_FOR_ALL)[0])
-    play.die("a")
-    while going := play.tree.to_stop():
-        for slot in going:
-            play.tree.ended(slot, "", 0.0)
-    [first] = play.tree.to_start(0.0)
-    first.state = "starting"
-    assert (first.name, play.tree.to_start(0.0)) == ("a", [])
-    first.state = "up"
-    assert [slot.name for slot in play.tree.to_start(0.0)] == ["b"]
+# --- how many deaths are too many ------------------------------------------------------------------------
+
+
+def deaths_until_it_is_too_much(budget: RestartBudget, lives_s: float) -> int:
+    now = 0.0
+    for count in range(1, 100):
+        wait_s = budget.spend("a", "x", now)
+        if wait_s is None:
+            return count
+        now += wait_s + lives_s
+    return 0
+
+
+@pytest.mark.parametrize("lives_s", [0.1, 1.0, 2.5])
+def test_waiting_for_a_restart_is_no_time_without_a_death(lives_s: float):
+    assert deaths_until_it_is_too_much(RestartBudget(20, 60.0, Longest()), lives_s) == 21
+    assert deaths_until_it_is_too_much(RestartBudget(20, 60.0, Longest()), 3.1) == 0
+
+
+def test_waits_that_overlap_pass_once():
+    budget = RestartBudget(30, 60.0, Longest())
+    for burst in range(5):
+        assert all(budget.spend(f"worker-{i}", "x", burst * 120.0) is not None for i in range(20))
+
+
+def test_no_number_of_deaths_makes_a_wait_longer_than_half_a_minute():
+    budget = RestartBudget(10_000, 1e9, Longest())
+    assert max(budget.spend("a", "x", float(now)) or 0.0 for now in range(2000)) == 30.0

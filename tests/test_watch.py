@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rolecall.runtime.testing import LocalRun
 
-from .graphs import watch
 from .processes import Run
 
 pytestmark = pytest.mark.slow
@@ -74,9 +72,3 @@ def test_a_restarted_watcher_watches_anew(tmp_path: Path):
     assert [report["mine"] for report in run.reports["watcher"] if "down" in report] == [
         run.reports["watcher"][-1]["mine"]
     ]
-
-
-def test_a_local_run_watches_alike(tmp_path: Path):
-    run = LocalRun(watch.build(watch.Config(finish=True)), folder=tmp_path)
-    run.run()
-    assert run.reports["watcher"][-1]["down"][2:] == ["", True]

@@ -52,6 +52,15 @@ class Fresh(Parent):
     fork_safe = False
 
 
+class Wanderer(Parent):
+    """Its other children leave its session: one leads its own, one is a daemon whose parent has ended."""
+
+    def on_start(self) -> None:
+        super().on_start()
+        subprocess.Popen(["/bin/sleep", "1000"], start_new_session=True)
+        subprocess.run(["/bin/sh", "-c", "sleep 1000 &"], start_new_session=True, check=True)
+
+
 class Stubborn(Parent):
     """Takes a minute to stop."""
 
@@ -66,7 +75,7 @@ class Config:
 
 def build(config: Config) -> Graph:
     graph = Graph("leavers")
-    kind = {"hang": Stubborn, "be fresh": Fresh}.get(config.does, Parent)
+    kind = {"hang": Stubborn, "be fresh": Fresh, "wander": Wanderer}.get(config.does, Parent)
     parent = graph.add("parent", kind, pipe=config.pipe, does=config.does)
     graph.add("idle", Idle, parent)
     graph.until(parent)

@@ -1,0 +1,87 @@
+"""Threads of which exactly one runs at any moment, and which can be killed wherever they wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+__all__ = ["Killed", "Strand"]
+
+
+class Killed(BaseException):
+    """Raise it in an actor of a LocalRun, in a handler, a step, `on_start` or `on_stop`: it dies there as by SIGKILL.
+
+    From the moment this is made, whatever the actor's own `except` and `finally` do goes nowhere.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if _running is not None:
+            _running.die()
+
+
+_running: Strand | None = None
+
+
+class Strand:
+    """A thread that runs `body` whenever it is let, until it waits or ends.
+
+    on_death: called once, in the moment in which it is killed.
+    error:    what `body` raised, unless it was killed.
+    until:    when it goes on in any case, on a clock of whoever lets it.
+    """
+
+    def __init__(self, name: str, body: Callable[[], None], on_death: Callable[[], None]) -> None:
+        self.killed = self.done = False
+        self.error: BaseException | None = None
+        self.until = float("inf")
+        self._body, self._on_death = body, on_death
+        self._may_go: Callable[[], bool] = lambda: True
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def can_go(self, now: float) -> bool:
+        return not self.done and (self.until <= now or self._may_go())
+
+    def go_on(self) -> None:
+        """Let it run; returns when it waits or has ended."""
+        global _running
+        _running = self
+        self._go.release()
+        self._back.acquire()
+        _running = None
+
+    def kill(self) -> None:
+        """Unwind it from where it waits; nothing after that point runs but its own `except` and `finally`."""
+        self.die()
+        self.go_on()
+
+    def die(self) -> None:
+        if not self.killed:
+            self.killed = True
+            self._on_death()
+
+    # --- from inside -------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises Killed once it is dead: called before anything that others could notice."""
+        if self.killed:
+            raise Killed
+
+    def pause(self, may_go: Callable[[], bool], until: float) -> None:
+        """Let others run until `may_go`, or until that time."""
+        self.check()
+        self._may_go, self.until = may_go, until
+        self._back.release()
+        self._go.acquire()
+        self.check()
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            self.check()
+            self._body()
+        except BaseException as error:  # noqa: BLE001  kept for whoever lets it run
+            self.error = None if self.killed else error
+        self.done = True
+        self._back.release()

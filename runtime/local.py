@@ -1,0 +1,308 @@
+"""One incarnation of an actor in a LocalRun: its thread, what it has sent, and how that reaches others.
+
+Messages go from one actor's hands into another's mailbox, but by the rules of an Outbox: their sender keeps them
+until they are handled, and gives them again to the receiver's next incarnation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, msgpack
+
+from .baton import Strand
+from .control import DeadLetter, Ending, FromActor, Hello, Member, Ready, Report, page_path
+from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError
+from .files import write_whole
+from .mailbox import Incoming, Mailbox
+from .members import Members
+from .page import Fate, Page
+from .peer import Pending
+from .process import Life, Spec
+from .ref import Call, bind_transport, only_one
+from .supervisor import STATES
+from .tree import Slot
+from .wire import Header, Kind, encode_body, encode_call
+
+__all__ = ["NEVER", "Exchange", "Incarnation", "Place"]
+
+NEVER = float("inf")
+_from_actor = msgpack.Decoder(FromActor)
+
+
+@dataclass(eq=False)
+class Place(Slot):
+    """One actor's place in the run. life: its newest incarnation. kill_at: until when it may take to stop."""
+
+    incarnation: int = 0
+    kill_at: float = NEVER
+    life: Incarnation | None = None
+
+    @property
+    def alive(self) -> Incarnation | None:
+        """The incarnation that lives now."""
+        return None if self.life is None or self.life.strand.done else self.life
+
+    @property
+    def member(self) -> Member:
+        return Member(self.name, self.role.name, self.incarnation, STATES[self.state], self.reason)
+
+
+@dataclass
+class Exchange:
+    """What the actors of a run share. now: virtual seconds since the start. pages: the folder of their pages."""
+
+    run_id: str
+    folder: Path
+    pages: Path
+    places: dict[str, Place]
+    now: float = 0.0
+    reports: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    dead_letters: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def announce(self, changed: Place) -> None:
+        """Everybody who lives hears how this one is now."""
+        for place in self.places.values():
+            if place.alive is not None:
+                place.alive.meet(changed.member)
+
+    def page_path(self, name: str) -> Path:
+        return page_path(self.pages, name)
+
+
+class _Sent(Struct, eq=False):
+    """A message that its receiver has not handled yet."""
+
+    header: Header
+    body: Any
+    buffers: Sequence[Any]
+    idempotent: bool
+    pending: Pending | None
+
+
+class Incarnation:
+    """One incarnation of an actor: its thread, the Transport and the LifeSupport it lives on, what it has sent."""
+
+    def __init__(self, exchange: Exchange, place: Place) -> None:
+        self.exchange, self.place = exchange, place
+        self.name, self.incarnation = place.name, place.incarnation
+        self.mailbox = Mailbox()
+        self.page = Page(exchange.page_path(self.name))
+        self.page.recover()
+        self.members = Members()
+        self.downs = self.members.downs
+        self.chain: tuple[str, ...] = ()
+        self.deadline = NEVER
+        self.stopping = self.again = False
+        self.dead_letters: list[tuple[str, str, str]] = []
+        self.asking = ""  # "buffer.take" while it waits for that answer
+        self.ending = Ending("killed")
+        self._unhandled: defaultdict[str, dict[int, _Sent]] = defaultdict(dict)  # by receiver and seq
+        self._seq = 0
+        self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
+        self.strand = Strand(self.name, self._body, self._keep_page)
+
+    def _body(self) -> None:
+        role, exchange = self.place.role, self.exchange
+        spec = Spec(
+            self.name, self.incarnation, exchange.pages, exchange.folder, "", exchange.run_id, "", {}, role.actor,
+            role.args, role.kwargs,
+        )  # fmt: skip
+        self.life = Life(spec, self)
+        self.ending = self.life.live()
+
+    def _keep_page(self) -> None:
+        """The next incarnation's page is as it was at the death, whatever this one notes while it is unwound."""
+        path = self.exchange.page_path(self.name)
+        write_whole(path, path.read_bytes())
+
+    # --- whoever lets it run -----------------------------------------------------------------------------
+
+    def can_go(self) -> bool:
+        return self.strand.can_go(self.exchange.now)
+
+    def go_on(self) -> None:
+        bind_transport(self)
+        self.strand.go_on()
+
+    def kill(self) -> None:
+        bind_transport(self)
+        self.strand.kill()
+
+    # --- sending -----------------------------------------------------------------------------------------
+
+    def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
+        answers = [self.ask_soon(name, call, timeout_s) for name in names]
+        for answer in answers:
+            self._wait_for(answer)  # for all, before the first that failed is raised
+        return [answer.result() for answer in answers]
+
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Pending:
+        pending = Pending(name, min(self.exchange.now + timeout_s, self.deadline), self._wait_for)
+        self._post(name, call, pending)
+        return pending
+
+    def tell(self, name: str, call: Call) -> None:
+        self._post(name, call, None)
+
+    def watch(self, name: str) -> None:
+        self.members.watch(name)
+
+    def _post(self, name: str, call: Call, pending: Pending | None) -> None:
+        self.strand.check()
+        name = only_one(name, self.replicas(name))
+        chain = () if pending is None else (*self.chain, self.name)
+        if name in chain:
+            raise DeadlockError.of(chain, name, call.method)
+        self._seq += 1
+        kind = Kind.TELL if pending is None else Kind.ASK
+        if pending is not None:
+            pending.name, pending.seq = name, self._seq
+        deadline = 0.0 if pending is None else pending.deadline
+        header = Header(kind, self._seq, self.incarnation, deadline, chain, call.method)
+        sent = _Sent(header, *encode_call(call.args, call.kwargs), call.idempotent, pending)
+        self._unhandled[name][self._seq] = sent
+        member = self.members.by_name.get(name)
+        if member is not None and member.state == "up":
+            self._deliver(name, sent)
+        elif member is not None and member.state == "gone":
+            self._fail(member)
+
+    def _deliver(self, name: str, sent: _Sent) -> None:
+        receiver = self.exchange.places[name].life
+        assert receiver is not None
+        receiver.mailbox.put(Incoming(sent.header, sent.body, sent.buffers, self))
+
+    def replicas(self, name: str) -> Sequence[str]:
+        return self.members.replicas.get(name, [name])
+
+    def pick(self, name: str) -> str:
+        names = self.replicas(name)
+        last = self._picked.get(name)
+        turn = names.index(last) + 1 if last in names else 0
+        picked = self._picked[name] = min((*names[turn:], *names[:turn]), key=self._load)
+        return picked
+
+    def _load(self, name: str) -> tuple[bool, int]:
+        member = self.members.by_name.get(name)
+        return member is None or member.state != "up", len(self._unhandled[name])
+
+    def _wait_for(self, pending: Pending) -> None:
+        while not pending.done:
+            if self.stopping:
+                raise ActorStopped(f"{self.name} is being stopped")
+            if self.exchange.now >= pending.deadline:
+                del self._unhandled[pending.name][pending.seq]
+                pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
+                return
+            method = self._unhandled[pending.name][pending.seq].header.method
+            self.asking = f"{pending.name}.{method}"
+            self.strand.pause(lambda: pending.done or self.stopping, pending.deadline)
+            self.asking = ""
+
+    # --- as an Outbox does -------------------------------------------------------------------------------
+
+    def meet(self, member: Member) -> None:
+        """This one has changed."""
+        self.members.hear([member])
+        match member.state:
+            case "up":
+                for sent in self._unhandled[member.name].values():
+                    self._deliver(member.name, sent)
+            case "down":
+                self._lose(member)
+            case "gone":
+                self._fail(member)
+            case _:
+                pass
+
+    def _lose(self, member: Member) -> None:
+        """It died: an ask that had begun and must not run twice ends here; the rest waits for the next."""
+        for sent, fate in self._fates(member.name):
+            if sent.pending is not None and not sent.idempotent and fate is not Fate.NEW:
+                del self._unhandled[member.name][sent.header.seq]
+                sent.pending.fail(ActorDied(member.name, member.reason, maybe_executed=True))
+
+    def _fail(self, member: Member) -> None:
+        """It is gone for good: tell every asker, and write down what was only told."""
+        for sent, fate in self._fates(member.name):
+            if sent.pending is None:
+                self.dead_letters.append((member.name, sent.header.method, member.reason or "stopped"))
+            elif member.reason:
+                began = fate is not Fate.NEW
+                sent.pending.fail(ActorDied(member.name, member.reason, maybe_executed=began))
+            else:
+                sent.pending.fail(ActorStopped(f"{member.name} has stopped"))
+        self._unhandled[member.name].clear()
+
+    def _fates(self, name: str) -> list[tuple[_Sent, Fate]]:
+        unhandled = list(self._unhandled[name].values())
+        if not unhandled:
+            return []
+        page = Page(self.exchange.page_path(name))
+        return [(sent, page.fate(self.incarnation, sent.header.seq)) for sent in unhandled]
+
+    # --- LifeSupport -------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self.exchange.now
+
+    def now_ns(self) -> int:
+        return int(self.exchange.now * 1e9)
+
+    def wait(self, timeout_s: float | None) -> None:
+        until = NEVER if timeout_s is None else self.exchange.now + timeout_s
+        self.strand.pause(
+            lambda: self.mailbox.ready or bool(self.downs or self.dead_letters) or self.stopping, until
+        )
+        self._forget_the_dead()
+
+    def _forget_the_dead(self) -> None:
+        if self.members.news:
+            self.members.news = False
+            alive = {member.incarnation for member in self.members.by_name.values() if member.state != "gone"}
+            for sender in self.page.senders - alive:
+                self.page.forget(sender)
+
+    def breathe(self) -> None:
+        """Between two messages of many: everybody else's turn."""
+        self.strand.pause(lambda: True, self.exchange.now)
+
+    def settle(self, timeout_s: float) -> None:
+        until = self.exchange.now + timeout_s
+        while self._told() and self.exchange.now < until:
+            self.strand.pause(lambda: not self._told(), until)
+        reason = f"{self.name} ended before it heard that this was handled"
+        self.dead_letters += [(name, sent.header.method, reason) for name, sent in self._told()]
+
+    def _told(self) -> list[tuple[str, _Sent]]:
+        waiting = [(name, sent) for name, all_sent in self._unhandled.items() for sent in all_sent.values()]
+        return [(name, sent) for name, sent in waiting if sent.pending is None]
+
+    def handled(self, message: Incoming) -> None:
+        self.strand.check()
+        message.route._unhandled[self.name].pop(message.header.seq, None)
+
+    def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
+        self.strand.check()
+        body, buffers = encode_body(value)
+        sent = message.route._unhandled[self.name].pop(message.header.seq, None)
+        if sent is not None:  # otherwise its asker waits no more
+            sent.pending.answer(kind, body, buffers)
+
+    def to_supervisor(self, frame: bytes) -> None:
+        self.strand.check()
+        match _from_actor.decode(frame):
+            case Hello():
+                self.members.hear(place.member for place in self.exchange.places.values())
+            case Ready():
+                self.place.state = "up"
+                self.exchange.announce(self.place)
+            case Report(values=values):
+                self.exchange.reports[self.name].append(values)
+            case DeadLetter(receiver=receiver, method=method, reason=reason):
+                self.exchange.dead_letters.append((receiver, method, reason))
