@@ -48,7 +48,7 @@ def test_every_command_is_run_by_a_test_below():
     assert left == [
         "pip install -e . && rolecall run async_grpo",
         'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
-        'pip install -e ".[test]" && pytest',
+        'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
     ]
 
 
@@ -66,7 +66,7 @@ def test_no_placeholder_is_left():
 
 def test_the_test_line_is_what_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert 'pip install --quiet -e ".[test]" && tests/check && pytest' in ci
+    assert 'pip install --quiet -e ".[test]" && tests/setup vllm && tests/check && pytest -n auto --dist loadfile' in ci
 
 
 def test_the_first_line_and_the_sample(tmp_path: Path):
