@@ -66,7 +66,10 @@ def test_no_placeholder_is_left():
 
 def test_the_test_line_is_what_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert 'pip install --quiet -e ".[test]" && tests/setup vllm && tests/check && pytest -n auto --dist loadfile' in ci
+    assert (
+        'pip install --quiet -e ".[test]" && tests/setup vllm && tests/check && pytest -n auto --dist loadfile'
+        in ci
+    )
 
 
 def test_the_first_line_and_the_sample(tmp_path: Path):
