@@ -74,8 +74,14 @@ class Switchboard:
         self._poller.close()
 
     def _accept(self) -> None:
-        caller = Connection(self._listener.accept()[0], self._poller)
-        self._callers[caller.fileno()] = caller
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            caller = Connection(connected, self._poller)
+            self._callers[caller.fileno()] = caller
+            self._hear(caller, select.EPOLLIN)
 
     def _hear(self, caller: Connection, event: int) -> None:
         if event & select.EPOLLOUT:
@@ -90,6 +96,7 @@ class Switchboard:
 
     def forget(self, name: str, incarnation: int) -> None:
         """It is dead: `heard` gives what is left of what it said."""
+        self._accept()  # it may have said its first word and its last since anybody looked
         caller = self._actors.pop((name, incarnation), None)
         while caller is not None and (data := caller.receive()) is not None:
             self._heard.append((caller, data))

@@ -84,7 +84,7 @@ class Glutton(Actor):
         if killed:
             os.kill(os.getpid(), signal.SIGKILL)
         room = (memory_mb("VmSize") + 64) << 20
-        resource.setrlimit(resource.RLIMIT_AS, (room, room))
+        resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
         return len(bytearray(1 << 30))
 
 
