@@ -46,6 +46,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SUPERVISOR_DIED = signal.SIGUSR1  # nobody else sends it, and a SIGTERM from a user must not end the actors
 LEFTOVERS_TIMEOUT_S = 2.0
 TRIAL_TIMEOUT_S = 60.0
+LAST_BREATH_S = 2.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -88,6 +89,7 @@ class ForkServer:
 
     def __init__(self, log: Path, sockets: Path, sessions: Sequence[int] = ()) -> None:
         self._requests: deque[bytes] = deque()
+        self._hung_up = False
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # One thread while importing: a BLAS that starts its pool would make every fork unsafe.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -129,11 +131,15 @@ class ForkServer:
         try:
             data = self._connection.recv(1 << 16)
         except ConnectionResetError:
-            return None
+            data = b""
+        self._hung_up = not data
         return json.decode(data) if data else None
 
     def kill(self) -> int:
         """Returns its exit status, as `Popen.returncode`. What it has replied can still be read."""
+        if self._hung_up:  # it is ending by itself: let it say why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(LAST_BREATH_S)
         self._process.kill()
         return self._process.wait()
 

@@ -325,6 +325,7 @@ def test_a_module_that_cannot_be_preloaded_ends_the_run_with_the_reason(tmp_path
     outcome = run.go()
     assert outcome.exit_code == 1
     assert "No module named 'rolecall.no_such_module'" in outcome.story
+    assert "forkserver died: exited with code 1" in outcome.story
 
 
 def test_an_observer_that_fails_leaves_nobody(tmp_path: Path):
