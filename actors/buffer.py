@@ -144,6 +144,8 @@ class Buffer(Actor):
             return "stale"
         if self._digest(group.version) != group.digest:
             return "unknown"
+        if not all(self._digest(completion.version) for completion in group.completions):
+            return "unknown"
         return ""
 
     def _is_stale(self, group: Group) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..runtime.errors import Unrecoverable
+from .canary import Canary, canary_tokens
 from .losses import GRPOLoss, TokenStats
-from .model import adapter_files, add_lora, load_model, pick_device
-from .packing import Batch, Packed, pack
-from .types import Completion, Group, Prompt
+from .model import adapter_files, add_lora, load_model, load_tokenizer, pick_device
+from .packing import Batch, Packed, pack, pack_answers
+from .types import Group
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -75,6 +77,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             self._weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        self._model, self._seed = model, seed
         self._loss, self._temperature = loss, temperature
         self._row_tokens, self._max_grad_norm = row_tokens, max_grad_norm
         self._settings = {"rank": rank, "alpha": alpha}
@@ -116,6 +119,20 @@ class Learner:
     def adapter(self) -> dict[str, bytes]:
         """The adapter as peft's files, by name."""
         return adapter_files(self._policy)
+
+    def canary(self) -> Canary:
+        """What this policy says of the run's canary tokens: computed as in a step, at temperature 1."""
+        prompt_ids, ids = self._canary_tokens
+        batch = pack_answers(prompt_ids, [ids]).to(self._device)
+        with torch.no_grad():
+            logprobs = _logprobs(self._policy, batch, 1.0)[0]
+        causal: Any = self._policy.get_base_model()
+        dtype = str(causal.dtype).removeprefix("torch.")
+        return Canary(prompt_ids=prompt_ids, ids=ids, logprobs=logprobs.tolist(), dtype=dtype)
+
+    @cached_property
+    def _canary_tokens(self) -> tuple[list[int], list[int]]:
+        return canary_tokens(load_tokenizer(self._model), self._seed)
 
     def state(self) -> dict[str, bytes]:
         """All that `restore` needs to go on from here: weights and AdamW's moments, counters and settings."""
@@ -294,18 +311,7 @@ def _refuse_unless_packable(policy: PeftModel, model: str) -> None:
         [first + i for i in range(4)],
         [[first, first + 1, first + 2], [first, first + 3, first + 1]],
     )
-    completions = [
-        Completion(ids=ids, logprobs=[0.0] * len(ids), version=0, finish_reason="stop", text="")
-        for ids in answers
-    ]
-    group = Group(
-        prompt=Prompt(id=0, text="", answer=""),
-        prompt_ids=prompt,
-        completions=completions,
-        digest="",
-        worker="",
-    )
-    batch = pack([group], [[1.0, -1.0]], row_tokens=64).batches[0].to(device)
+    batch = pack_answers(prompt, answers).to(device)
     no_mask = "its attention does not take a 4-D mask; choose another model"
     try:
         packed = _logprobs(policy, batch, 1.0)[0]

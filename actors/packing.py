@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..runtime.errors import Unrecoverable
-from .types import Completion, Group
+from .types import Completion, Group, Prompt
 
-__all__ = ["Batch", "Packed", "pack"]
+__all__ = ["Batch", "Packed", "pack", "pack_answers"]
 
 MAX_PADDING = 1 / 8  # share of a batch; a row that would bring more starts the next batch
 
@@ -121,6 +121,18 @@ def pack(
         skipped_groups=skipped,
         fill=sum(batch.tokens for batch in batches) / places if places else 1.0,
     )
+
+
+def pack_answers(prompt_ids: list[int], answers: Sequence[list[int]]) -> Batch:
+    """A prompt and its answers in one row, with every token trained: to compute log-probs, not to learn."""
+    completions = [
+        Completion(ids=ids, logprobs=[0.0] * len(ids), version=0, finish_reason="stop", text="")
+        for ids in answers
+    ]
+    prompt = Prompt(id=0, text="", answer="")
+    group = Group(prompt=prompt, prompt_ids=prompt_ids, completions=completions, digest="", worker="")
+    row_tokens = len(prompt_ids) + sum(map(len, answers))
+    return pack([group], [[1.0] * len(answers)], row_tokens=row_tokens).batches[0]
 
 
 def _rows(group: Group, advantages: Sequence[float], first: int, row_tokens: int) -> list[_Row]:

@@ -12,6 +12,7 @@ from ..runtime import Actor, Finished, Ref
 from ..runtime.files import read_lines, write_whole
 from ..runtime.store import Store
 from .buffer import GroupSource
+from .canary import CANARY
 from .losses import GRPOLoss
 from .prompts import PromptSource
 from .types import PATIENCE_S, Batch, Group
@@ -132,7 +133,7 @@ class Trainer(Actor):
         """Publish the weights as the version after `newest`, and let the prompt source admit more work."""
         self.version = newest + 1
         self.store.publish(
-            self.learner.adapter(),
+            self.learner.adapter() | {CANARY: msgspec.json.encode(self.learner.canary())},
             version=self.version,
             step=self.done,
             epoch=self.epoch,

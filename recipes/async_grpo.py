@@ -72,7 +72,7 @@ def build(config: Config) -> Graph:
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
-        engine=config.engine, lora_rank=config.lora_rank,
+        engine=config.engine, lora_rank=config.lora_rank, max_staleness=config.max_staleness,
         prompts=prompts, reward=reward, weights=weights, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(

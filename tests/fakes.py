@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 from rolecall import Actor, Graph, Ref
 from rolecall.actors.buffer import Buffer
+from rolecall.actors.canary import CANARY, Canary
 from rolecall.actors.engines import Engine, Request, Sample, Sampling
 from rolecall.actors.evaluator import Evaluator
 from rolecall.actors.losses import GRPOLoss
@@ -35,9 +37,13 @@ class FakeEngine:
     """Answers `#### 0` to `#### 9`, by hash. Seeds it was asked for are kept, to look at."""
 
     def __init__(self) -> None:
-        self.version, self.digest = -1, ""
+        self.version, self.digest, self.dtype = -1, "", "float32"
         self.seeds: list[int] = []
         self._weights = b""
+
+    @property
+    def versions(self) -> list[int]:
+        return [] if self.version < 0 else [self.version]
 
     def load(self, version: int, digest: str, folder: Path) -> None:
         self.version, self.digest = version, digest
@@ -51,9 +57,29 @@ class FakeEngine:
         self.seeds += [request.seed for request in requests]
         return [self._sample(request) for request in requests]
 
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        return fake_logprobs(self._weights, prompt_ids, ids)
+
     def _sample(self, request: Request) -> Sample:
         drawn = hashlib.sha256(self._weights + bytes(request.prompt_ids) + request.seed.to_bytes(8)).digest()
         return Sample(list(drawn[:4]), [-1.0] * 4, "stop", f"#### {drawn[0] % 10}")
+
+
+def fake_logprobs(weights: bytes, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+    drawn = hashlib.sha256(weights + bytes([*prompt_ids, *ids])).digest()
+    return [-1.0 - byte / 16 for byte in drawn[: len(ids)]]
+
+
+def fake_canary(weights: bytes) -> Canary:
+    """What a trainer with these weights publishes with them."""
+    prompt_ids, ids = [1, 2, 3], [4, 5, 6, 7]
+    logprobs = fake_logprobs(weights, prompt_ids, ids)
+    return Canary(prompt_ids=prompt_ids, ids=ids, logprobs=logprobs, dtype="float32")
+
+
+def fake_version(weights: bytes) -> dict[str, bytes]:
+    """A version's files."""
+    return {"adapter.bin": weights, CANARY: msgspec.json.encode(fake_canary(weights))}
 
 
 class FakeLearner:
@@ -71,6 +97,9 @@ class FakeLearner:
 
     def adapter(self) -> dict[str, bytes]:
         return {"adapter.bin": self.weights}
+
+    def canary(self) -> Canary:
+        return fake_canary(self.weights)
 
     def state(self) -> dict[str, bytes]:
         return {"learner.bin": self.weights}

@@ -128,6 +128,14 @@ def test_what_no_version_sampled_is_refused(buffer: Buffer, peers: Direct):
     assert returned(peers) == []  # still on loan: the worker says that they were not delivered
 
 
+def test_a_completion_of_a_version_that_is_not_published_yet_is_refused(buffer: Buffer):
+    whole = group(0, version=9)
+    newer = msgspec.structs.replace(whole.completions[1], version=10)
+    mixed = msgspec.structs.replace(whole, completions=[whole.completions[0], newer])
+    assert buffer.put(mixed) == "unknown"
+    assert buffer.put(whole) == "accepted"
+
+
 NAN, INFINITY = float("nan"), float("inf")
 
 

@@ -127,6 +127,16 @@ def test_logprobs_are_those_of_a_plain_forward_before_and_after_swaps(
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_scores_are_the_logprobs_that_were_sampled(name: str, tmp_path: Path) -> None:
+    engine = engine_under(name, adapter(name, tmp_path / "one", 1))
+    requests = group(engine, prompts=2, size=1)
+    samples = engine.generate(requests, Sampling(max_tokens=12))
+    for request, sample in zip(requests, samples, strict=True):
+        assert engine.score(request.prompt_ids, sample.ids) == pytest.approx(sample.logprobs, abs=1e-4)
+    assert engine.versions == [1]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_batch_of_different_lengths_equals_one_by_one_in_any_order(name: str, tmp_path: Path) -> None:
     engine = engine_under(name, adapter(name, tmp_path / "one", 1))
     requests = group(engine, prompts=4, size=3)
@@ -246,7 +256,9 @@ def test_16_bits_keep_the_adapter_beside_the_weights(tmp_path: Path) -> None:
 
 def test_the_base_is_never_sampled_in_silence(tmp_path: Path) -> None:
     engine = TransformersEngine(fresh("tiny"), load_tokenizer("tiny"))
-    assert (engine.version, engine.digest) == (-1, "")
+    assert (engine.version, engine.digest, engine.versions) == (-1, "", [])
+    with pytest.raises(AdapterError, match="no adapter is loaded"):
+        engine.score([5, 6], [7])
     with pytest.raises(AdapterError, match="no adapter is loaded"):
         engine.generate([Request([5, 6], 0)], Sampling(max_tokens=1))
 

@@ -54,7 +54,7 @@ def test_the_result(finished: tuple[LocalRun, RunFolder]):
     assert (result["first_step_s"], result["wall_s"]) == (2.5, 12.5)
     assert (result["groups_trained"], result["groups_dropped"]) == (20, {})
     assert 0.0 <= result["trainer_wait_share"] <= 1.0
-    assert [path.name for path in Path(result["adapter"]).iterdir()] == ["adapter.bin"]
+    assert sorted(path.name for path in Path(result["adapter"]).iterdir()) == ["adapter.bin", "canary.json"]
     assert (run.path / "curves.png").read_bytes().startswith(PNG)
     outcome.report(run)  # again: the adapter's folder is there already
 

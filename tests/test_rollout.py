@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rolecall import Finished, Ref, Unrecoverable
 from rolecall.actors.buffer import Buffer
+from rolecall.actors.canary import Quarantined
 from rolecall.actors.engines import Sampling
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward, exact_match
+from rolecall.actors.rollout import RolloutWorker
 from rolecall.actors.types import Group, Prompt
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.store import PolicyStore, Store
 
-from .fakes import Direct, FakeEngine, FakeRollout, begin, ref
+from .fakes import Direct, FakeEngine, FakeRollout, begin, fake_version, ref
+from .s3 import S3Server
 
 STEPS, BATCH, GROUP_SIZE = 4, 4, 3
 
@@ -42,7 +47,7 @@ class Peers(Direct):
         self.publish(0, step=0)
 
     def publish(self, version: int, *, step: int) -> None:
-        files = {"adapter.bin": f"weights after step {step}".encode()}
+        files = fake_version(f"weights after step {step}".encode())
         self.store.publish(files, version=version, step=step, epoch=self.epoch)
         self.prompts.advance(step, version)
 
@@ -101,6 +106,104 @@ def test_it_samples_with_the_newest_version(peers: Peers):
     assert peers.delivered()[-1].digest == peers.store.policy(1).digest
 
 
+class Stale(FakeEngine):
+    """Like a prefix cache that outlives a swap: what it computes is the version before's."""
+
+    def load(self, version: int, digest: str, folder: Path) -> None:
+        before = self._weights
+        super().load(version, digest, folder)
+        self._weights = before or self._weights
+
+
+def test_no_group_leaves_a_worker_that_samples_something_else_than_it_says(peers: Peers):
+    worker = peers.worker(sink=True)
+    worker.engine = Stale()
+    worker.step()
+    peers.publish(1, step=1)
+    says = r"worker rollout can't prove that it samples version 1: [34] of the canary's 4 log-probs differ"
+    for _ in range(2):  # and it does not get through by trying again
+        with pytest.raises(Quarantined, match=says):
+            worker.step()
+    assert [group.version for group in peers.delivered()] == [0] * BATCH
+    restarted = peers.worker(sink=True, incarnation=2)
+    restarted.step()
+    assert [group.version for group in peers.delivered()] == [0] * BATCH + [1] * BATCH
+    assert peers.buffer.record.dropped == {}
+
+
+def test_a_version_without_a_canary_is_not_sampled(peers: Peers):
+    files = {"adapter.bin": b"whoever published this"}
+    peers.store.publish(files, version=1, step=1, epoch=peers.epoch)
+    peers.prompts.advance(1, 1)
+    with pytest.raises(Quarantined, match=r"version 1: its canary\.json cannot be read"):
+        peers.worker(sink=True).step()
+    assert peers.delivered() == []
+
+
+class Several(FakeEngine):
+    """Still needs the versions of the requests that it has not finished."""
+
+    @property
+    def versions(self) -> list[int]:
+        return list(range(self.version + 1))
+
+
+def test_folders_that_the_engine_may_read_again_stay(peers: Peers):
+    workers = [peers.worker(sink=True, name=name) for name in ("several", "one")]
+    workers[0].engine = Several()
+    kept: list[list[list[int]]] = []
+    for worker in workers:
+        asked: list[list[int]] = []
+        fetch = worker.store.fetch
+
+        def noted(
+            version: int, *, keep: Collection[int] = (), asked: Any = asked, fetch: Any = fetch
+        ) -> Path:
+            asked.append(sorted(keep))
+            return fetch(version, keep=keep)
+
+        worker.store.fetch = noted
+        for version in range(3):
+            if version > peers.prompts.ledger.version:
+                peers.publish(version, step=version)
+            worker._swap(version)
+        kept.append(asked)
+    assert kept == [[[], [0], [0, 1]], [[], [0], [1]]]
+
+
+def test_a_folder_is_not_fetched_from_ahead(peers: Peers):
+    assert peers.worker(sink=True).prefetch is None
+
+
+@pytest.mark.slow
+def test_a_bucket_is_until_it_stops(s3_server: S3Server, bucket: Callable[..., object], tmp_path: Path):
+    bucket()
+    weights = Store(f"s3://{s3_server.bucket}/ahead")
+    trainer = weights.open("local", tmp_path / "trainer")
+    trainer.publish(fake_version(b"weights"), version=0, step=0, epoch=trainer.take_epoch())
+    worker = FakeRollout(
+        model="fake", sampling=Sampling(max_tokens=4), group_size=2, lease=3, seed=5, prompts=ref("prompts"),
+        reward=ref("reward"), weights=weights,
+    )  # fmt: skip
+    begin(worker, tmp_path / "worker", "rollout")
+    assert worker.prefetch is not None
+    assert "prefetch" in {thread.name for thread in threading.enumerate()}
+    worker.on_stop()
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+    worker.prefetch.look()
+    [cached] = (tmp_path / "worker" / "cache").glob("v*")
+    assert (cached / "adapter.bin").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(("max_staleness", "max_loras"), [(0, 2), (1, 2), (2, 3), (8, 9)])
+def test_an_engine_has_room_for_the_versions_in_use(max_staleness: int, max_loras: int):
+    made = RolloutWorker(
+        model="fake", sampling=Sampling(max_tokens=4), group_size=2, lease=3, seed=5, prompts=ref("prompts"),
+        reward=ref("reward"), weights=Store(), max_staleness=max_staleness,
+    )  # fmt: skip
+    assert made.max_loras == max_loras
+
+
 def test_every_completion_has_a_seed_of_its_own_for_ever(peers: Peers):
     worker = peers.worker(sink=True)
     worker.step()
@@ -119,10 +222,10 @@ def test_a_refused_group_is_lent_again(peers: Peers):
     peers.publish(1, step=1)
     peers.publish(2, step=2)
     worker.engine.digest = "of another adapter"
-    worker.engine.version = 2  # so that it does not load the right one
+    worker.engine.version = worker.version = 2  # so that it does not load the right one
     worker.step()
     assert peers.buffer.record.dropped == {"unknown": BATCH}
-    worker.engine.version = 0
+    worker.version = 0
     worker.step()
     assert [group.id for group in peers.delivered()] == list(range(2 * BATCH))
 

@@ -20,6 +20,8 @@ DIFFERENCE = """\
 +++ async_grpo
 - prompts.max_staleness: 0
 + prompts.max_staleness: 2
+- rollout.max_staleness: 0
++ rollout.max_staleness: 2
 - trainer.max_staleness: 0
 + trainer.max_staleness: 2
 - trainer.groups: ─▶ rollout

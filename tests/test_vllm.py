@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 from peft import LoraConfig
+from rolecall.actors.canary import CANARY, Canary, canary_tokens
 from rolecall.actors.engines import Request, Sample, Sampling, load_engine
-from rolecall.actors.engines.vllm import check_vllm
+from rolecall.actors.engines.vllm_start import check_vllm
 from rolecall.actors.model import adapter_files, load_tokenizer, wrap_lora
 from rolecall.runtime.errors import Unrecoverable
 from safetensors.torch import load_file, save_file
@@ -61,12 +62,21 @@ def adapter_of_the_head(folder: Path) -> Path:
     return folder
 
 
+def with_canary(folder: Path) -> Path:
+    """The adapter's log-probs of a run's canary, by peft."""
+    prompt_ids, ids = canary_tokens(load_tokenizer("tiny"), 0)
+    logprobs = reference("tiny", folder, Request(prompt_ids, 0), Sample(ids, [], "length", ""), 1.0)
+    canary = Canary(prompt_ids=prompt_ids, ids=ids, logprobs=logprobs, dtype="float32")
+    (folder / CANARY).write_bytes(msgspec.json.encode(canary))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
     return {
-        "one": adapter("tiny", folder / "one", 1),
-        "two": adapter("tiny", folder / "two", 2),
+        "one": with_canary(adapter("tiny", folder / "one", 1)),
+        "two": with_canary(adapter("tiny", folder / "two", 2)),
         "head": adapter_of_the_head(folder / "head"),
         "broken": adapter("tiny", folder / "broken", 1, std=1e37),
     }
@@ -198,6 +208,22 @@ class TestEngine:
     def test_a_refused_adapter_leaves_the_old_one_in_place(self, seen: dict[str, Any]):
         assert seen["refusals"]["before"] == seen["refusals"]["after"]
 
+    def test_each_version_proves_itself_while_others_run(self, seen: dict[str, Any]):
+        *honest, swapped, rest = seen["canaries"]
+        assert [one["says"] for one in honest] == ["", "", ""]
+        assert all(one["cached_tokens"] > 0 for one in honest)  # it goes through the prefix cache
+        assert swapped["error"] == "Quarantined" and "version 52" in swapped["says"]
+        assert len(rest["samples"]) == 12
+
+    def test_the_base_under_an_adapter_s_name_is_found_out(self, seen: dict[str, Any]):
+        assert seen["base"]["error"] == "Quarantined"
+        assert "worker w can't prove that it samples version 55" in seen["base"]["says"]
+
+    def test_a_stale_prefix_cache_is_found_out(self, seen: dict[str, Any]):
+        first, second = seen["one_name"]
+        assert first["error"] == "" and second["error"] == "Quarantined"
+        assert second["cached_tokens"] > first["cached_tokens"]  # those of the version before
+
     def test_the_base_is_never_sampled_in_silence(self, seen: dict[str, Any]):
         assert seen["unloaded"]["error"] == "AdapterError"
         assert "no adapter is loaded" in seen["unloaded"]["says"]
@@ -235,7 +261,7 @@ class TestMainJob:
         assert fresh_ratios == pytest.approx([1.0] * len(fresh_ratios), abs=0.001) and fresh_ratios
         log = (command.run_folder() / "logs" / "rollout.log").read_text()
         assert f"rollout runs in a fresh interpreter: it is placed in {PYTHON}" in log
-        assert "serves tiny: max_loras=4 versions at once, up to rank 8, 16 completions" in log
+        assert "serves tiny: max_loras=3 versions at once, up to rank 8, 16 completions" in log
         assert "placed" not in (command.run_folder() / "logs" / "evaluator.log").read_text()
         assert command.processes() == []
 
@@ -266,5 +292,5 @@ def test_an_engine_that_there_is_not():
     with pytest.raises(
         Unrecoverable, match="there is no engine 'vlm': choose transformers or vllm"
     ) as caught:
-        load_engine("vlm", "tiny", max_lora_rank=8, max_num_seqs=8)
+        load_engine("vlm", "tiny", max_loras=2, max_lora_rank=8, max_num_seqs=8)
     assert caught.value.exit_code == 2

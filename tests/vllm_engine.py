@@ -8,12 +8,15 @@ Tests can't run there, nor vLLM where they run: what it sampled goes over as JSO
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rolecall.actors.canary import Quarantined, attest
 from rolecall.actors.engines import Request, Sample, Sampled, Sampling
 from rolecall.actors.engines.vllm import VllmEngine
 from rolecall.actors.model import AdapterError
@@ -27,7 +30,7 @@ def error(function: Callable[[], Any]) -> dict[str, Any]:
     """How it refuses."""
     try:
         function()
-    except (AdapterError, Unrecoverable) as refusal:
+    except (AdapterError, Quarantined, Unrecoverable) as refusal:
         return {"error": type(refusal).__name__, "says": str(refusal)}
     return {"error": "", "says": ""}
 
@@ -165,6 +168,49 @@ def never(engine: VllmEngine) -> list[dict[str, Any]]:
     ]
 
 
+def attested(engine: VllmEngine, folder: Path) -> dict[str, Any]:
+    cached_tokens = engine.cached_tokens
+    began = time.perf_counter()
+    seen = error(lambda: attest(engine, folder, "w"))
+    took_s = time.perf_counter() - began
+    return {**seen, "cached_tokens": engine.cached_tokens - cached_tokens, "took_s": took_s}
+
+
+def canaries(engine: VllmEngine, folders: dict[str, Path]) -> list[dict[str, Any]]:
+    """Swaps as they should be, with requests under way, then one under which the folder is another's."""
+    added, seen = Added(engine), []
+    for version, name in ((50, "one"), (51, "two"), (52, "one")):
+        added.add(group(engine, prompts=2, size=2, seed=version), 1.0)
+        added.step(1)
+        engine.load(version, name, folders[name])
+        seen.append(attested(engine, folders[name]))
+    return [*seen, attested(engine, folders["two"]), {"samples": added.finish()}]
+
+
+def base_under_an_adapter_s_name(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
+    engine.load(55, "one", folders["one"])
+    loaded = engine._loaded[55]
+    engine._loaded[55] = replace(loaded, adapter=None)
+    seen = attested(engine, folders["one"])
+    engine._loaded[55] = loaded
+    return seen
+
+
+def one_name_for_every_version(
+    engine: VllmEngine, folders: dict[str, Path], here: Path
+) -> list[dict[str, Any]]:
+    """What a careless engine would do: vLLM reads the new weights, and keeps the prefix cache by the name."""
+    honest = engine._vllm
+    engine._vllm = replace(honest, lora=lambda name, number, path: honest.lora("policy", number, path))
+    seen = []
+    for version, name in ((60, "one"), (61, "two")):
+        shutil.copytree(folders[name], here, dirs_exist_ok=True)
+        engine.load(version, name, here)
+        seen.append(attested(engine, here))
+    engine._vllm = honest
+    return seen
+
+
 def breakdown(engine: VllmEngine, folders: dict[str, Path]) -> list[dict[str, Any]]:
     """The last thing it does."""
     engine.load(40, "broken", folders["broken"])
@@ -190,6 +236,10 @@ def main() -> None:
     seen["siblings"] = siblings(engine, folders)
     seen["greedy"] = sampled(engine, group(engine, prompts=4, size=1), temperature=0.0)
     seen["many"] = sampled(engine, group(engine, prompts=8, size=4), most=20)
+    seen["canaries"] = canaries(engine, folders)
+    seen["base"] = base_under_an_adapter_s_name(engine, folders)
+    seen["one_name"] = one_name_for_every_version(engine, folders, result.parent / "policy")
+    engine.load(62, "one", folders["one"])
     seen["refusals"] = refusals(engine, job["refused"], folders)
     seen["never"] = never(engine)
     seen["none"] = sampled(engine, [])

@@ -70,10 +70,17 @@ class Engine(Protocol):
 
     version: the policy version it samples under; −1 until the first `load`.
     digest:  SHA-256 published with that version; empty until then.
+    dtype:   what it computes in, such as "float32".
     """
 
     version: int
     digest: str
+    dtype: str
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """The versions that it may still need: keep their folders."""
+        ...
 
     def load(self, version: int, digest: str, folder: Path) -> None:
         """Switch to the adapter in `folder`, between two requests.
@@ -86,16 +93,25 @@ class Engine(Protocol):
         """One sample a request, in their order. Raises AdapterError before the first `load`."""
         ...
 
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """Log-probs of given tokens after a prompt, at temperature 1, computed as if they had been sampled.
+
+        What is kept from one request to the next is used here, too: this shows what completions are made with.
+        Raises AdapterError before the first `load`.
+        """
+        ...
+
     def encode(self, text: str) -> list[int]:
         """A prompt's token ids, as the model wants it asked."""
         ...
 
 
-def load_engine(name: str, model: str, *, max_lora_rank: int, max_num_seqs: int) -> Engine:
+def load_engine(name: str, model: str, *, max_loras: int, max_lora_rank: int, max_num_seqs: int) -> Engine:
     """The engine called `name`, for `model` (as `load_model` takes it), on the best device there is.
 
-    max_lora_rank: the largest rank its adapters will have; max_num_seqs: completions it samples at once. Raises
-    Unrecoverable for a name that no engine has, and for a model or an environment that the engine can't use.
+    max_loras: versions that may be in use at once, in an engine that keeps several. max_lora_rank: the largest rank
+    its adapters will have. max_num_seqs: completions it samples at once. Raises Unrecoverable for a name that no
+    engine has, and for a model or an environment that the engine can't use.
     """
     match name:
         case "transformers":
@@ -105,5 +121,7 @@ def load_engine(name: str, model: str, *, max_lora_rank: int, max_num_seqs: int)
         case "vllm":
             from .vllm import VllmEngine
 
-            return VllmEngine(model, max_lora_rank=max_lora_rank, max_num_seqs=max_num_seqs)
+            return VllmEngine(
+                model, max_loras=max_loras, max_lora_rank=max_lora_rank, max_num_seqs=max_num_seqs
+            )
     raise Unrecoverable(f"there is no engine {name!r}: choose transformers or vllm", exit_code=2)

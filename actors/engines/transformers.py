@@ -46,6 +46,7 @@ class TransformersEngine:
 
     version: the policy version it samples under; −1 until the first `load`.
     digest:  SHA-256 published with that version; empty until then.
+    dtype:   what the model computes in.
 
     Raises Unrecoverable for a model that keeps no key-value cache.
     """
@@ -55,11 +56,17 @@ class TransformersEngine:
         self.digest = ""
         self._model = model.eval()
         self._tokenizer = tokenizer
+        self.dtype = str(model.dtype).removeprefix("torch.")
         self._eos = eos_ids(model, tokenizer)
         self._forward = _Forward(model)
         # In 16 bits most of a small B·A would be rounded away when added to W, so there it stays a term of
         # its own; in float32 it fits, and merged layers are as fast as the base model's.
         self._layers = _MergedLayers(model) if model.dtype == torch.float32 else _PeftLayers(model)
+
+    @property
+    def versions(self) -> list[int]:
+        """The one that is loaded: its folder is never read again."""
+        return [] if self.version < 0 else [self.version]
 
     def load(self, version: int, digest: str, folder: Path) -> None:
         """Switch to the PEFT adapter in `folder`; a refused one (AdapterError) leaves the old in place."""
@@ -81,8 +88,7 @@ class TransformersEngine:
         rounding of the model's dtype. Raises AdapterError before the first `load` and when log-probs are not
         finite, and Unrecoverable for settings or prompts that no adapter could be sampled with.
         """
-        if self.version < 0:
-            raise AdapterError("no adapter is loaded: load one first, the base model is no policy version")
+        self._check_loaded()
         if not requests:
             return []
         _check(self._model, requests, sampling)
@@ -95,6 +101,22 @@ class TransformersEngine:
             Sample(row, values, "stop" if row[-1] in self._eos else "length", text)
             for row, values, text in zip(ids, logprobs, texts, strict=True)
         ]
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """Log-probs of `ids` after the prompt, at temperature 1: a prefill, then token by token, as in `generate`."""
+        self._check_loaded()
+        logprobs = []
+        with torch.inference_mode():
+            batch = _Batch(self._forward, [list(prompt_ids)], len(ids))
+            for place, token in enumerate(ids):
+                if place:
+                    batch.extend(torch.tensor([ids[place - 1]], device=self._model.device))
+                logprobs.append(torch.log_softmax(batch.logits[0].float(), dim=-1)[token])
+        return torch.stack(logprobs).tolist()
+
+    def _check_loaded(self) -> None:
+        if self.version < 0:
+            raise AdapterError("no adapter is loaded: load one first, the base model is no policy version")
 
     def _sample(
         self, requests: Sequence[Request], sampling: Sampling

@@ -13,35 +13,23 @@ may import this module.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import logging
 import math
-import os
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-
 from ...runtime.errors import RolecallError, Unrecoverable
 from ..model import AdapterError, encode_prompt, eos_ids, load_tokenizer, read_adapter
 from . import Request, Sample, Sampled, Sampling
+from .vllm_start import check_vllm, first_line, import_vllm, installed, start, without_weights
 
-__all__ = ["VllmEngine", "check_vllm"]
+__all__ = ["VllmEngine"]
 
 log = logging.getLogger("rolecall")
 
-_OLDEST, _BEYOND = (0, 27), (0, 33)  # the releases that its tests have passed with
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has room for
-_CPU_KV_CACHE_BYTES = 256 << 20
-_CPU_BLOCK_TOKENS = 32  # the least that its CPU attention takes: only whole blocks of a prompt are shared
-_START_ERRORS = (ValueError, RuntimeError, OSError, ImportError, NotImplementedError)
 
 
 class VllmEngine:
@@ -57,7 +45,7 @@ class VllmEngine:
     it is the only engine. Raises Unrecoverable where vLLM is missing, of another release than those supported,
     or can't serve this model with this memory.
 
-    version, digest: as in Engine; requests are added under these.
+    version, digest, dtype: as in Engine; requests are added under these.
     prompt_tokens:   tokens in the prompts of all finished requests; cached_tokens: those that vLLM had computed
                      before, for a sibling.
     """
@@ -78,22 +66,23 @@ class VllmEngine:
                 f"room for 2 adapters or more, and vLLM takes ranks from 1 to {_RANKS[-1]}",
                 exit_code=2,
             )
-        release = check_vllm(_installed())
+        release = check_vllm(installed())
         self.version, self.digest = -1, ""
         self.prompt_tokens = self.cached_tokens = 0
         self._model, self._max_loras = model, max_loras
         self._max_lora_rank = next(rank for rank in _RANKS if rank >= max_lora_rank)
         self._tokenizer = load_tokenizer(model)
         path = self._tokenizer.name_or_path  # the folder, or the id where Hugging Face can be reached
-        self._shell = _without_weights(path)
+        self._shell = without_weights(path)
         self._eos = sorted(eos_ids(self._shell, self._tokenizer))
         self._loaded: dict[int, _Loaded] = {}
         self._digests: dict[int, str] = {}  # of every version there ever was
         self._running: dict[int, _Loaded] = {}  # by request
         self._waiting: list[Sampled] = []  # finished while somebody else's were waited for
+        self._scoring: dict[int, int] = {}  # requests of one token, by the token whose log-prob is wanted
         self._next_id = 0
         self._broken = ""
-        self._vllm = _import_vllm()
+        self._vllm = import_vllm()
         wanted = {
             "max_loras": max_loras,
             "max_cpu_loras": max_loras,  # so that it never evicts one, to read it again from its folder
@@ -101,7 +90,8 @@ class VllmEngine:
             "max_num_seqs": max_num_seqs,
             "max_model_len": max_model_len,
         }
-        self._engine = _start(self._vllm, model, path, wanted, kv_cache_bytes)
+        self._engine = start(self._vllm, model, path, wanted, kv_cache_bytes)
+        self.dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
         self._room = int(self._engine.model_config.max_model_len)
         log.info(
             "vLLM %s serves %s: max_loras=%d versions at once, up to rank %d, %d completions of up to %d tokens",
@@ -146,13 +136,7 @@ class VllmEngine:
         `add` and `step` do.
         """
         ids = self.add(requests, sampling)
-        mine, done = set(ids), dict[int, Sample]()
-        while len(done) < len(ids):
-            for sampled in self._advance():
-                if sampled.id in mine:
-                    done[sampled.id] = sampled.sample
-                else:
-                    self._waiting.append(sampled)
+        done = self._wait_for(ids)
         return [done[id] for id in ids]
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
@@ -161,24 +145,53 @@ class VllmEngine:
         Siblings of one prompt are queued side by side, so that it is computed once. Raises AdapterError before
         the first `load`, and Unrecoverable for settings or prompts that no adapter could be sampled with.
         """
-        self._check_usable()
-        if self.version < 0:
-            raise AdapterError("no adapter is loaded: load one first, the base model is no policy version")
+        self._check_loaded()
         _check(self._model, self._room, requests, sampling)
-        ids = list(range(self._next_id, self._next_id + len(requests)))
-        self._next_id += len(requests)
-        loaded = self._loaded[self.version]
         first: dict[tuple[int, ...], int] = {}
         ranks = [first.setdefault(tuple(request.prompt_ids), len(first)) for request in requests]
+        ids = [-1] * len(requests)
         for place in sorted(range(len(requests)), key=ranks.__getitem__):
-            self._engine.add_request(
-                str(ids[place]),
-                {"prompt_token_ids": requests[place].prompt_ids},
-                self._parameters(requests[place], sampling),
-                lora_request=loaded.adapter,
-            )
-            self._running[ids[place]] = loaded
+            request = requests[place]
+            ids[place] = self._queue(request.prompt_ids, self._parameters(request.seed, sampling))
         return ids
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """Log-probs of `ids` after the prompt, at temperature 1. Others that run go on meanwhile.
+
+        For each token a request like any other samples one token in its place. vLLM's own log-probs of a prompt
+        would not do: for them it computes the prompt anew, so that they are right beside a stale prefix cache.
+        Raises as `add` and `step` do.
+        """
+        self._check_loaded()
+        sampling = Sampling(max_tokens=1)
+        _check(self._model, self._room, [Request([*prompt_ids, *ids[:-1]], 0)], sampling)
+        mine = []
+        for place, token in enumerate(ids):
+            parameters = self._parameters(0, sampling, logprob_token_ids=[token])
+            mine.append(self._queue([*prompt_ids, *ids[:place]], parameters))
+            self._scoring[mine[-1]] = token
+        done = self._wait_for(mine)
+        return [done[id].logprobs[0] for id in mine]
+
+    def _queue(self, prompt_ids: list[int], parameters: Any) -> int:
+        """The id of a new request under the version that is loaded."""
+        id = self._next_id
+        self._next_id += 1
+        loaded = self._loaded[self.version]
+        prompt = {"prompt_token_ids": prompt_ids}
+        self._engine.add_request(str(id), prompt, parameters, lora_request=loaded.adapter)
+        self._running[id] = loaded
+        return id
+
+    def _wait_for(self, ids: list[int]) -> dict[int, Sample]:
+        mine, done = set(ids), dict[int, Sample]()
+        while len(done) < len(ids):
+            for sampled in self._advance():
+                if sampled.id in mine:
+                    done[sampled.id] = sampled.sample
+                else:
+                    self._waiting.append(sampled)
+        return done
 
     def step(self) -> list[Sampled]:
         """One token for each completion of the batch; those that have finished since the last call.
@@ -199,9 +212,10 @@ class VllmEngine:
 
     def _finish(self, output: Any) -> Sampled:
         """What one request became."""
-        loaded = self._running.pop(int(output.request_id))
+        id = int(output.request_id)
+        loaded = self._running.pop(id)
         [completion] = output.outputs
-        ids = list(completion.token_ids)
+        ids = [self._scoring.pop(id)] if id in self._scoring else list(completion.token_ids)
         logprobs = [step[token].logprob for step, token in zip(completion.logprobs, ids, strict=True)]
         if not all(map(math.isfinite, logprobs)):
             self._broken = (
@@ -216,7 +230,7 @@ class VllmEngine:
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         sample = Sample(ids, logprobs, completion.finish_reason, text)
-        return Sampled(int(output.request_id), sample, loaded.version, loaded.digest)
+        return Sampled(id, sample, loaded.version, loaded.digest)
 
     def _admit(self, version: int, digest: str, folder: Path) -> None:
         """Check the adapter, then hand it to vLLM, which takes nonsense without a word."""
@@ -236,7 +250,7 @@ class VllmEngine:
             self._engine.add_lora(adapter)
         except (ValueError, RuntimeError) as error:
             raise AdapterError(
-                f"vLLM can't serve the adapter {folder} ({_first_line(error)}): publish one that it supports"
+                f"vLLM can't serve the adapter {folder} ({first_line(error)}): publish one that it supports"
             ) from error
         self._loaded[version] = _Loaded(version, digest, adapter)
 
@@ -246,17 +260,23 @@ class VllmEngine:
         for version in self._loaded.keys() - needed:
             self._engine.remove_lora(self._loaded.pop(version).adapter.lora_int_id)
 
+    def _check_loaded(self) -> None:
+        self._check_usable()
+        if self.version < 0:
+            raise AdapterError("no adapter is loaded: load one first, the base model is no policy version")
+
     def _check_usable(self) -> None:
         if self._broken:
             raise AdapterError(self._broken)
 
-    def _parameters(self, request: Request, sampling: Sampling) -> Any:
+    def _parameters(self, seed: int, sampling: Sampling, logprob_token_ids: list[int] | None = None) -> Any:
         return self._vllm.parameters(
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
-            seed=request.seed % 2**63,  # it keeps them in 64 bits with a sign, and takes −1 for none
+            seed=seed % 2**63,  # it keeps them in 64 bits with a sign, and takes −1 for none
             stop_token_ids=self._eos,
-            logprobs=0,  # the sampled token's
+            logprobs=len(logprob_token_ids or ()),  # of these, and always the sampled token's
+            logprob_token_ids=logprob_token_ids,
             detokenize=False,
             output_kind=self._vllm.final_only,
         )
@@ -269,109 +289,6 @@ class _Loaded:
     version: int
     digest: str
     adapter: Any
-
-
-@dataclass(frozen=True)
-class _Vllm:
-    """What is used of vLLM: it can be imported only when it is there, and its environment is set."""
-
-    engine: Any
-    arguments: Any
-    parameters: Any
-    lora: Any
-    final_only: Any
-    on_cpu: bool
-
-
-def _import_vllm() -> _Vllm:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the loop is stepped here
-    for name, value in {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
-        os.environ.setdefault(name, value)
-    try:
-        sampling: Any = importlib.import_module("vllm.sampling_params")
-        return _Vllm(
-            engine=importlib.import_module("vllm.v1.engine.llm_engine").LLMEngine,
-            arguments=importlib.import_module("vllm.engine.arg_utils").EngineArgs,
-            parameters=sampling.SamplingParams,
-            lora=importlib.import_module("vllm.lora.request").LoRARequest,
-            final_only=sampling.RequestOutputKind.FINAL_ONLY,
-            on_cpu=importlib.import_module("vllm.platforms").current_platform.is_cpu(),
-        )
-    except (ImportError, OSError, RuntimeError) as error:
-        raise Unrecoverable(
-            f"vLLM is installed in {sys.prefix} but can't be imported ({_first_line(error)}): install it again, with "
-            f"the torch it was built for",
-            exit_code=2,
-        ) from error
-
-
-def _start(
-    vllm: _Vllm, model: str, path: str, wanted: Mapping[str, int | None], kv_cache_bytes: int | None
-) -> Any:
-    """vLLM's engine. Raises Unrecoverable with vLLM's own reason."""
-    arguments: dict[str, Any] = {
-        **wanted,
-        "model": path,
-        "skip_tokenizer_init": True,  # it is given ids, and gives ids
-        "generation_config": "vllm",  # the model's own would change top-p and top-k in silence
-        "dtype": "float32" if vllm.on_cpu else "bfloat16",
-        "seed": 0,
-        "enable_lora": True,
-        "enable_prefix_caching": True,
-        "logprobs_mode": "processed_logprobs",  # after temperature; by default those before it
-        "disable_log_stats": True,
-        "kv_cache_memory_bytes": kv_cache_bytes,
-    }
-    if vllm.on_cpu:  # there it would take nearly all memory, and compile for minutes
-        arguments["kv_cache_memory_bytes"] = kv_cache_bytes or _CPU_KV_CACHE_BYTES
-        arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK_TOKENS}
-        torch._dynamo.config.disable = True  # eager is not enough: counting ranks would start a C++ compiler
-    try:
-        return vllm.engine.from_engine_args(vllm.arguments(**arguments), enable_multiprocessing=False)
-    except _START_ERRORS as error:
-        space = " (on a CPU, VLLM_CPU_KVCACHE_SPACE=GiB in the environment)" if vllm.on_cpu else ""
-        raise Unrecoverable(
-            f"vLLM can't serve model {model!r} ({_first_line(error)}): choose a model that it supports with LoRA, or "
-            f"give it more memory as kv_cache_bytes{space} or fewer tokens as max_model_len",
-            exit_code=2,
-        ) from error
-
-
-def _installed() -> str | None:
-    """The release of vLLM in this environment, whoever built it; None if there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def check_vllm(release: str | None) -> str:
-    """`release` (such as "0.32.0"), if it is one that this engine is written for. Raises Unrecoverable."""
-    oldest, beyond = (".".join(map(str, bound)) for bound in (_OLDEST, _BEYOND))
-    way_out = f'install "vllm>={oldest},<{beyond}" there, or give engine_python the interpreter that has it'
-    if release is None:
-        raise Unrecoverable(f"vLLM is not installed in {sys.prefix}: {way_out}", exit_code=2)
-    numbers = re.match(r"(\d+)\.(\d+)", release)
-    if numbers is None or not _OLDEST <= (int(numbers[1]), int(numbers[2])) < _BEYOND:
-        raise Unrecoverable(
-            f"vLLM {release} in {sys.prefix} is none of the releases that are supported: {way_out}",
-            exit_code=2,
-        )
-    return release
-
-
-def _without_weights(path: str) -> PreTrainedModel:
-    """The model's modules with their shapes, to check adapters against, and its end tokens."""
-    config = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    except OSError:
-        return model  # it has no such file: its config says all
-    return model
 
 
 def _check(model: str, room: int, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -393,7 +310,3 @@ def _check(model: str, room: int, requests: Sequence[Request], sampling: Samplin
             f"with model {model!r}: ask for fewer tokens or leave long prompts out",
             exit_code=2,
         )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

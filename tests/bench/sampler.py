@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rolecall.actors.engines import Request, Sampling
 from rolecall.actors.engines.transformers import TransformersEngine
 from rolecall.actors.model import adapter_files, add_lora, load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
+from transformers import PreTrainedModel
 
 PROMPTS, MAX_TOKENS = 16, 64
 
@@ -34,25 +36,26 @@ def peer(file: Path) -> Any:
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Sampler(load_model("tiny", device="cpu", dtype="float32"), load_tokenizer("tiny"))
+    return module.Sampler(base(), load_tokenizer("tiny"))
 
 
-def base_engine() -> TransformersEngine:
-    """The engine under an adapter that changes nothing, so that all contenders sample the same policy."""
-    lora = add_lora(load_model("tiny", device="cpu", dtype="float32"), rank=8, alpha=16, seed=0)
-    engine = TransformersEngine(load_model("tiny", device="cpu", dtype="float32"), load_tokenizer("tiny"))
+def base() -> PreTrainedModel:
+    return load_model("tiny", device="cpu", dtype="float32")
+
+
+def contenders(group: int, peer_file: Path | None) -> dict[str, Callable[[int], int]]:
+    """name → a function of the round's number that samples `PROMPTS` × `group` completions, and counts tokens.
+
+    All sample the same policy, an adapter that changes nothing: `peft_generate` computes it, `generate` is without.
+    """
+    tokenizer = load_tokenizer("tiny")
+    texts = [kept.text for kept in held_out(PROMPTS) for _ in range(group)]
+    lora = add_lora(base(), rank=8, alpha=16, seed=0)
+    engine = TransformersEngine(base(), tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in adapter_files(lora).items():
             (Path(folder) / name).write_bytes(content)
         engine.load(0, "", Path(folder))
-    return engine
-
-
-def contenders(group: int, peer_file: Path | None) -> dict[str, Callable[[int], int]]:
-    """name → a function of the round's number that samples `PROMPTS` × `group` completions, and counts tokens."""
-    model, tokenizer = load_model("tiny", device="cpu", dtype="float32"), load_tokenizer("tiny")
-    texts = [kept.text for kept in held_out(PROMPTS) for _ in range(group)]
-    engine = base_engine()
     prompts = [engine.encode(text) for text in texts]
     padded: Any = tokenizer(texts, return_tensors="pt", padding=True)
 
@@ -60,18 +63,36 @@ def contenders(group: int, peer_file: Path | None) -> dict[str, Callable[[int], 
         requests = [Request(prompt, number * 10_000 + place) for place, prompt in enumerate(prompts)]
         return sum(len(sample.ids) for sample in engine.generate(requests, Sampling(max_tokens=MAX_TOKENS)))
 
-    def generate(number: int) -> int:
+    def generate(network: Any, number: int) -> int:
         torch.manual_seed(number)
-        network: Any = model
         with torch.inference_mode():
             rows = network.generate(**padded, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=MAX_TOKENS)
         return int((rows[:, padded["input_ids"].shape[1] :] != tokenizer.pad_token_id).sum())
 
-    found = {"engine": ours, "generate": generate}
+    found = {"engine": ours, "generate": partial(generate, base()), "peft_generate": partial(generate, lora)}
     if peer_file is not None:
         sampler = peer(peer_file)
         found["peer"] = lambda number: sum(len(row["ids"]) for row in sampler.generate(prompts, MAX_TOKENS))
     return found
+
+
+def measure(group: int, rounds: int, peer_file: Path | None = None) -> dict[str, Any]:
+    """Medians at a batch of `PROMPTS` × `group`."""
+    torch.set_num_threads(1)
+    runs = contenders(group, peer_file)
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            start = time.process_time()
+            tokens = run(number)
+            if number > 0:  # the first is a warm-up
+                speeds[name].append(tokens / (time.process_time() - start))
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    return {
+        "rows": PROMPTS * group,
+        "tokens_per_cpu_s": {name: round(value) for name, value in medians.items()},
+        "engine_over": {name: round(medians["engine"] / value, 2) for name, value in medians.items()},
+    }
 
 
 def main() -> None:
@@ -81,23 +102,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peer", type=Path)
     settings = parser.parse_args()
-    torch.set_num_threads(1)
     for group in (1, 2, 8):
-        runs = contenders(group, settings.peer)
-        speeds: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(settings.rounds + 1):
-            for name, run in runs.items():
-                start = time.process_time()
-                tokens = run(number)
-                if number > 0:  # the first is a warm-up
-                    speeds[name].append(tokens / (time.process_time() - start))
-        medians = {name: statistics.median(values) for name, values in speeds.items()}
-        line = {
-            "rows": PROMPTS * group,
-            "tokens_per_cpu_s": {name: round(value) for name, value in medians.items()},
-            "engine_over": {name: round(medians["engine"] / value, 2) for name, value in medians.items()},
-        }
-        print(json.dumps(line), flush=True)
+        print(json.dumps(measure(group, settings.rounds, settings.peer)), flush=True)
 
 
 if __name__ == "__main__":
