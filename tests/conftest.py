@@ -14,6 +14,12 @@ from .s3 import S3Server
 from .stores import opened
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shared out to several processes, slow tests come first, so that none of them is left with the last one."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server with one bucket: let each test have a run or a prefix of its own."""

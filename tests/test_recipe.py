@@ -105,7 +105,7 @@ def not_loaded(path: Path) -> str:
         ("x = 1\ndef build(:\n", ", line 2 can't be loaded: SyntaxError: invalid syntax"),
         ("import json\n\njson.loads('{')\n", ", line 3 can't be loaded: JSONDecodeError: "),
         ("x = 1\nraise KeyError('steps')", ", line 2 can't be loaded: KeyError: 'steps'"),
-        ("x = '\0'", " can't be loaded: SyntaxError: source code string cannot contain null bytes"),
+        ("x = '\0'", " can't be loaded: "),  # SyntaxError or ValueError, by the release of Python
     ],
 )
 def test_a_file_that_cannot_be_loaded(tmp_path: Path, source: str, text: str):
