@@ -45,7 +45,7 @@ def kill_when(*what: str) -> Act:
 
 
 def test_a_thousand_asks_in_flight_at_a_kill_are_all_answered_but_the_one_that_was_running(tmp_path: Path):
-    """Ray's issue 26772: they hung for ever."""
+    """Reported of Ray: they hung for ever."""
     endings, run = play("in_flight", tmp_path, kill_when("flying", "hanging"))
     assert len(endings) == 1000
     assert Counter(endings)["ActorDied True"] == 1
@@ -76,7 +76,7 @@ def test_a_thousand_asks_in_flight_end_though_the_actor_dies_while_it_answers_th
 
 
 def test_nothing_is_handled_between_a_crash_and_ready(tmp_path: Path):
-    """Akka.NET's issue 145. And asks wait for a long on_start: Ray's issue 25457."""
+    """Reported of Akka.NET. And asks wait for a long on_start, as reported of Ray."""
     (died, early, answers, journal), _ = play("slow_restart", tmp_path, slow_restart=True)
     assert (died, early) == ("ActorDied True", False)
     asked = [f"asked-{number}" for number in range(20)]
@@ -86,7 +86,7 @@ def test_nothing_is_handled_between_a_crash_and_ready(tmp_path: Path):
 
 
 def test_deaths_before_ready_cost_a_waiting_message_none_of_its_tries(tmp_path: Path):
-    """Ray's issue 25457: retries were eaten while the actor was restarting."""
+    """Reported of Ray: retries were eaten while the actor was restarting."""
     result, run = play("spared_retries", tmp_path, kill_when("hanging"), start_deaths=4)
     assert result == "after all"
     assert run.deaths == [("callee", "killed by SIGKILL"), *[("callee", "exited with code 7")] * 4]
@@ -96,7 +96,7 @@ def test_deaths_before_ready_cost_a_waiting_message_none_of_its_tries(tmp_path: 
 def test_a_constructor_that_raises_after_a_restart_is_counted_and_backed_off_and_its_callers_told(
     tmp_path: Path,
 ):
-    """Ray's issue 13334."""
+    """Reported of Ray."""
 
     class Recorder(random.Random):
         def uniform(self, a: float, b: float) -> float:
@@ -144,7 +144,7 @@ def circles(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize("soon", [False, True], ids=["ask", "ask_soon"])
 def test_every_circle_of_asks_is_named_however_long(circles: Run, soon: bool):
-    """Proto.Actor's issue 795: a re-entrant ask waited for itself."""
+    """Reported of Proto.Actor: a re-entrant ask waited for itself."""
     named = {tuple(one["path"]): one["circle"] for one in circles.reports["a"] if one["soon"] is soon}
     assert named == {
         ("a",): "a → a",
@@ -162,7 +162,7 @@ def test_a_tell_breaks_a_circle(circles: Run):
 
 
 def test_an_actor_that_finishes_tells_all_who_wait(tmp_path: Path):
-    """Pykka's issue 23: asks that were queued at a stop waited for ever."""
+    """Reported of Pykka: asks that were queued at a stop waited for ever."""
     endings, run = play("queued_at_finish", tmp_path)
     assert endings == ["ActorStopped"] * 100
     assert run.deaths == []
@@ -179,7 +179,7 @@ def test_an_actor_that_is_stopped_before_its_askers_tells_all_who_wait(tmp_path:
 
 
 def test_a_name_never_leads_to_a_dead_incarnation(tmp_path: Path):
-    """Ray's issue 44083: a name led to the dead actor, for those who had asked before and for those who had not."""
+    """Reported of Ray: a name led to the dead actor, for those who had asked before and for those who had not."""
     (seen, strangers), run = play("names", tmp_path, max_restarts=6)
     incarnations, pids = zip(*seen, strict=True)
     assert len(run.deaths) == 6
@@ -189,14 +189,14 @@ def test_a_name_never_leads_to_a_dead_incarnation(tmp_path: Path):
 
 
 def test_work_that_is_longer_than_its_deadline_is_done_once(tmp_path: Path):
-    """Celery's issue 5935: what ran for longer than it was reserved for was handed out again, idempotent or not."""
+    """Reported of Celery: what ran for longer than it was reserved for was handed out again, idempotent or not."""
     (endings, journal), _ = play("long_work", tmp_path)
     assert endings == ["AskTimeout", "AskTimeout"]
     assert journal == ["starting", "ready", "work", "work_idempotent"]
 
 
 def test_a_forged_request_is_refused_before_its_body_is_sent(tmp_path: Path):
-    """SGLang's issue 24618: whoever reached the port had pickles opened."""
+    """Reported of SGLang: whoever reached the port had pickles opened."""
     opened = tmp_path / "opened"
     pickle = f"cos\nsystem\n(S'touch {opened}'\ntR.".encode()
 

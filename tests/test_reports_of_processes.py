@@ -62,7 +62,7 @@ def test_a_storm_that_dies_half_a_second_after_each_start_ends_the_run(
 
 @pytest.mark.parametrize(("killed", "reason"), [("false", "MemoryError"), ("true", "killed by SIGKILL")])
 def test_a_run_whose_actor_runs_out_of_memory_again_and_again_fails(tmp_path: Path, killed: str, reason: str):
-    """Torchforge's issue 500: the actor was gone, and the script waited for it for ever."""
+    """Reported of Torchforge: the actor was gone, and the script waited for it for ever."""
     command = Command(["run", RECIPE, *settings(scene="glutton", flag=killed, max_restarts=2)], tmp_path)
     code, _, errors = command.finish(30.0)
     assert code == 1
@@ -102,7 +102,7 @@ def spawning(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Spawnin
 def test_a_run_that_ends_while_its_actors_start_processes_leaves_none(
     spawning: Spawning, signals: list[signal.Signals], count: int
 ):
-    """OTP's issue 3670: what was just being started outlived the shutdown. And Ray's 2005, 31451."""
+    """Reported of OTP: what was just being started outlived the shutdown. And reported of Ray."""
     spawning.wait_until_each_has(count)
     for number in signals:
         os.kill(spawning.process.pid, number)
@@ -112,7 +112,7 @@ def test_a_run_that_ends_while_its_actors_start_processes_leaves_none(
 def test_an_actor_that_is_killed_while_it_starts_processes_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Ray's issue 31451: its grandchildren kept the GPU."""
+    """Reported of Ray: its grandchildren kept the GPU."""
     victims: list[int] = []
 
     def act(run: Run, kind: str, name: str, value: Any) -> None:
@@ -156,7 +156,7 @@ def in_sessions(leaders: list[int]) -> list[int]:
 
 
 def test_200_actors_of_500_messages_each_lose_and_double_none(tmp_path: Path):
-    """Thespian's issue 38."""
+    """Reported of Thespian."""
 
     def act(run: Run, kind: str, name: str, value: Any) -> None:
         if kind == "report" and len(run.reports) == 200:
@@ -170,7 +170,7 @@ def test_200_actors_of_500_messages_each_lose_and_double_none(tmp_path: Path):
 
 
 def test_a_fast_producer_and_a_slow_consumer_hold_no_more_than_their_credit(tmp_path: Path):
-    """Ray's issue 24329: memory grew with the queue until the machine was out of it."""
+    """Reported of Ray: memory grew with the queue until the machine was out of it."""
     run = crowd("flood", tmp_path, count=1000)
     assert run.go().exit_code == 0
     [report] = run.reports["fast"]
@@ -192,7 +192,7 @@ DEATHS = {
 def test_the_last_words_of_a_process_that_dies_of_an_import_are_in_the_error_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, death: str
 ):
-    """Mars's issue 2468: the parent waited for its child for ever, and said nothing."""
+    """Reported of Mars: the parent waited for its child for ever, and said nothing."""
     died_at = tmp_path / "died_at"
     (tmp_path / "broken_module.py").write_text(
         "import os, sys, time\nfrom pathlib import Path\n"
@@ -230,7 +230,7 @@ def test_who_becomes_ready_while_the_supervisor_is_busy_is_seen_to_be_up(tmp_pat
 
 
 def test_fifty_runs_in_one_process_leave_nothing(tmp_path: Path):
-    """CPython's issue 88887: pools that were started and ended left zombies, descriptors and shared memory."""
+    """Reported of CPython: pools that were started and ended left zombies, descriptors and shared memory."""
 
     def one(number: int) -> None:
         run = crowd("brief", tmp_path / str(number))
