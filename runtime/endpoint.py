@@ -61,7 +61,6 @@ class Endpoint:
         self._seq = 0
         self._members = Members()
         self.downs = self._members.downs
-        self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
         # What waits to be sent; only the thread that drives touches a socket.
         self._replies = Replies()
         self._words: deque[bytes] = deque()  # for the supervisor
@@ -104,15 +103,12 @@ class Endpoint:
             self._drive(POLL_S)
 
     def pick(self, name: str) -> str:
-        names = self.replicas(name)
-        last = self._picked.get(name)
-        turn = names.index(last) + 1 if last in names else 0
-        picked = self._picked[name] = min((*names[turn:], *names[:turn]), key=self._load)
-        return picked
+        self.replicas(name)
+        return self._members.pick(name, self._unhandled)
 
-    def _load(self, name: str) -> tuple[bool, int]:
-        member, peer = self._members.by_name.get(name), self._outbox.peers.get(name)
-        return member is None or member.state != "up", 0 if peer is None else len(peer.unhandled)
+    def _unhandled(self, name: str) -> int:
+        peer = self._outbox.peers.get(name)
+        return 0 if peer is None else len(peer.unhandled)
 
     def watch(self, name: str) -> None:
         if name in self.remotes:

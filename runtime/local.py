@@ -103,7 +103,6 @@ class Incarnation:
         self.ending = Ending("killed")
         self._unhandled: defaultdict[str, dict[int, _Sent]] = defaultdict(dict)  # by receiver and seq
         self._seq = 0
-        self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
         self.strand = Strand(self.name, self._body, self._keep_page)
 
     def _body(self) -> None:
@@ -181,15 +180,7 @@ class Incarnation:
         return self.members.replicas.get(name, [name])
 
     def pick(self, name: str) -> str:
-        names = self.replicas(name)
-        last = self._picked.get(name)
-        turn = names.index(last) + 1 if last in names else 0
-        picked = self._picked[name] = min((*names[turn:], *names[:turn]), key=self._load)
-        return picked
-
-    def _load(self, name: str) -> tuple[bool, int]:
-        member = self.members.by_name.get(name)
-        return member is None or member.state != "up", len(self._unhandled[name])
+        return self.members.pick(name, lambda replica: len(self._unhandled[replica]))
 
     def _wait_for(self, pending: Pending) -> None:
         while not pending.done:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .actor import Down
 from .control import Member, by_role
@@ -23,6 +23,7 @@ class Members:
         self.downs: deque[Down] = deque()
         self.news = False  # since somebody last set it to False
         self.replicas: dict[str, list[str]] = {}
+        self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
         self._ended: dict[str, int] = {}  # of each watched name, the last incarnation whose end was told
 
     def hear(self, members: Iterable[Member]) -> None:
@@ -40,6 +41,20 @@ class Members:
     def place(self, name: str) -> int:
         """Its place in the order of the graph, which is the supervisor's, too; -1: it is not in it."""
         return list(self.by_name).index(name) if name in self.by_name else -1
+
+    def pick(self, role: str, unhandled: Callable[[str], int]) -> str:
+        """A replica that is up, or if none is any: of these the one with the fewest messages that it has not handled,
+        in turn among equals."""
+
+        def load(name: str) -> tuple[bool, int]:
+            member = self.by_name.get(name)
+            return member is None or member.state != "up", unhandled(name)
+
+        names = self.replicas.get(role, [role])
+        last = self._picked.get(role)
+        turn = names.index(last) + 1 if last in names else 0
+        picked = self._picked[role] = min((*names[turn:], *names[:turn]), key=load)
+        return picked
 
     def watch(self, role: str) -> None:
         """Give the end of each incarnation of its replicas to `downs`, at once if one is dead already."""
