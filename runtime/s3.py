@@ -151,7 +151,7 @@ class S3Objects:
         self._retried(key, lambda: self._client.delete_object(Bucket=self.bucket, Key=self._key(key)))
 
     def probe(self) -> None:
-        prove(S3Objects(self.bucket, self.prefix, patience_s=2, read_timeout_s=5))
+        prove(S3Objects(self.bucket, self.prefix, patience_s=2, read_timeout_s=3))
 
     def _key(self, key: str) -> str:
         return self.prefix + check_key(key)
