@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["MAX_DATAGRAM", "Connection", "Parcel", "allow_descriptors", "connect", "listen"]
 
@@ -108,13 +109,9 @@ class Connection:
         if self.ended:
             return None
         try:
-            data, ancillary, flags, _ = self._socket.recvmsg(
-                MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary, flags, _ = self._receive()
         except BlockingIOError:
             return None
-        except ConnectionResetError:
-            data, ancillary, flags = b"", [], 0
         if flags & socket.MSG_CTRUNC:
             raise OSError(
                 errno.EMFILE, "too many open files to receive a large message: raise the limit (ulimit -n)"
@@ -125,6 +122,14 @@ class Connection:
             self.ended = True
             return None
         return data
+
+    def _receive(self) -> tuple[bytes, list[tuple[int, int, bytes]], int, Any]:
+        try:
+            return self._socket.recvmsg(MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            # The other end closed without having read all that was sent to it. The kernel says so once, before
+            # what the other end itself had said, and that is still to be received.
+            return self._socket.recvmsg(MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
