@@ -99,7 +99,8 @@ class Actor:
         """One unit of this actor's own work, called whenever its mailbox is empty.
 
         Returns how many seconds it can wait before the next call (0: at once), or None if only a message
-        makes new work. Raises Finished when the actor's work is done.
+        makes new work. The answer to an `ask_soon` whose result was not asked for yet is called for at once, too,
+        whatever was returned. Raises Finished when the actor's work is done.
         """
         return None
 

@@ -19,7 +19,7 @@ from .mailbox import Incoming, Mailbox
 from .members import Members
 from .outbox import Outbox
 from .page import Page
-from .peer import Heard, Outgoing, Peer, Pending, Replies, together
+from .peer import Answers, Distant, Heard, Outgoing, Peer, Pending, Replies, together
 from .ref import Answer, Call, only_one
 from .remote import RemoteActor
 from .sockets import Connection, Parcel, connect, listen
@@ -58,6 +58,7 @@ class Endpoint:
         self.deadline = float("inf")  # and until when
         self.stopping = False
         self.again = False  # stopping in order to be started again
+        self.answers = Answers()
         self._seq = 0
         self._members = Members()
         self.downs = self._members.downs
@@ -127,19 +128,38 @@ class Endpoint:
         return [answer.result() for answer in answers]
 
     def ask_soon(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
-        answer = self._ask(name, call, timeout_s)
+        answer = self._ask(name, call, timeout_s, self.answers)
         self._turns.send_soon()
         return answer
 
-    def _ask(self, name: str, call: Call, timeout_s: float) -> Answer[Any]:
+    def _ask(self, name: str, call: Call, timeout_s: float, answers: Answers | None = None) -> Answer[Any]:
         deadline = time.monotonic() + timeout_s
         if threading.get_ident() == self._handler:
             deadline = min(deadline, self.deadline)
         if name in self.remotes:
-            return Heard(self.remotes[name].ask(call, deadline, self._between))
-        pending = Pending(name, deadline, self._wait)
+            return self._ask_remote(self.remotes[name], call, deadline, answers)
+        pending = Pending(name, deadline, self._wait, answers=answers)
         self._post(name, call, pending)
         return pending
+
+    def _ask_remote(
+        self, remote: RemoteActor, call: Call, deadline: float, answers: Answers | None
+    ) -> Answer[Any]:
+        if answers is None:
+            return Heard(remote.ask(call, deadline, self._between))
+        distant = Distant(answers, self._wait_for_distant)
+
+        def ask() -> None:
+            distant.settle(lambda: remote.ask(call, deadline, self._between))
+            os.eventfd_write(self._wake, 1)
+
+        threading.Thread(target=ask, name=f"{remote.name}.{call.method}", daemon=True).start()
+        return distant
+
+    def _wait_for_distant(self, distant: Distant) -> None:
+        while not distant.done:
+            self._raise_if_stopping()
+            self._drive(POLL_S)
 
     def tell(self, name: str, call: Call) -> None:
         if name in self.remotes:

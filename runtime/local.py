@@ -21,7 +21,7 @@ from .files import write_whole
 from .mailbox import Incoming, Mailbox
 from .members import Members
 from .page import Fate, Page
-from .peer import Pending
+from .peer import Answers, Pending
 from .process import Life, Spec
 from .ref import Call, bind_transport, only_one
 from .supervisor import STATES
@@ -95,6 +95,7 @@ class Incarnation:
         self.page.recover()
         self.members = Members()
         self.downs = self.members.downs
+        self.answers = Answers()
         self.chain: tuple[str, ...] = ()
         self.deadline = NEVER
         self.stopping = self.again = False
@@ -135,13 +136,17 @@ class Incarnation:
     # --- sending -----------------------------------------------------------------------------------------
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
-        answers = [self.ask_soon(name, call, timeout_s) for name in names]
+        answers = [self._ask(name, call, timeout_s) for name in names]
         for answer in answers:
             self._wait_for(answer)  # for all, before the first that failed is raised
         return [answer.result() for answer in answers]
 
     def ask_soon(self, name: str, call: Call, timeout_s: float) -> Pending:
-        pending = Pending(name, min(self.exchange.now + timeout_s, self.deadline), self._wait_for)
+        return self._ask(name, call, timeout_s, self.answers)
+
+    def _ask(self, name: str, call: Call, timeout_s: float, answers: Answers | None = None) -> Pending:
+        deadline = min(self.exchange.now + timeout_s, self.deadline)
+        pending = Pending(name, deadline, self._wait_for, answers=answers)
         self._post(name, call, pending)
         return pending
 
@@ -248,7 +253,10 @@ class Incarnation:
     def wait(self, timeout_s: float | None) -> None:
         until = NEVER if timeout_s is None else self.exchange.now + timeout_s
         self.strand.pause(
-            lambda: self.mailbox.ready or bool(self.downs or self.dead_letters) or self.stopping, until
+            lambda: (
+                self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
+            ),
+            until,
         )
         self._forget_the_dead()
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from .sockets import MAX_DATAGRAM, Connection, Parcel
 from .wire import Kind, decode_body, pack_done
 
-__all__ = ["Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
+__all__ = ["Answers", "Distant", "Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
@@ -21,7 +21,10 @@ MAX_PARCELS = 128
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """An ask that waits for its answer. `wait` waits until it is done, or settles it with AskTimeout."""
+    """An ask that waits for its answer. `wait` waits until it is done, or settles it with AskTimeout.
+
+    answers: where it is added once it is done, if its asker has gone on. wanted: whether its result was asked for.
+    """
 
     name: str
     deadline: float
@@ -32,9 +35,12 @@ class Pending:
     buffers: Sequence[Any] = ()
     error: Exception | None = None
     done: bool = False
+    answers: Answers | None = None
+    wanted: bool = False
 
     def result(self) -> Any:
         """The answer, opened in the thread that wanted it. Raises what the handler raised, or why there is none."""
+        self.wanted = True
         if not self.done:
             self.wait(self)
         if self.error is not None:
@@ -45,10 +51,56 @@ class Pending:
         return value
 
     def answer(self, kind: Kind, body: Any, buffers: Sequence[Any]) -> None:
-        self.kind, self.body, self.buffers, self.done = kind, body, buffers, True
+        self.kind, self.body, self.buffers = kind, body, buffers
+        self._settle()
 
     def fail(self, error: Exception) -> None:
-        self.error, self.done = error, True
+        self.error = error
+        self._settle()
+
+    def _settle(self) -> None:
+        self.done = True
+        if self.answers is not None:
+            self.answers.append(self)
+
+
+class Answers(deque["Pending | Distant"]):
+    """What came for an actor that had gone on after `ask_soon`: its step need wait no longer."""
+
+    def take(self) -> bool:
+        """Whether any of them is news to it. Leaves none."""
+        news = False
+        while self:
+            news |= not self.popleft().wanted
+        return news
+
+
+@dataclass(eq=False)
+class Distant:
+    """An ask that another thread makes of an actor on another machine. `wait` waits until it is done."""
+
+    answers: Answers
+    wait: Callable[[Distant], None]
+    done: bool = False
+    wanted: bool = False
+    _value: Any = None
+    _error: Exception | None = None
+
+    def settle(self, ask: Callable[[], Any]) -> None:
+        """Called once, in the thread that asks."""
+        try:
+            self._value = ask()
+        except Exception as error:  # noqa: BLE001  raised where the result is wanted
+            self._error = error
+        self.done = True
+        self.answers.append(self)
+
+    def result(self) -> Any:
+        self.wanted = True
+        self.wait(self)
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 @dataclass(frozen=True)

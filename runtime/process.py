@@ -26,6 +26,7 @@ from .errors import ActorDied, ActorStopped, Finished, NotYet, RolecallError, Un
 from .files import write_whole
 from .mailbox import Incoming, Mailbox
 from .page import Fate, Page
+from .peer import Answers
 from .recipe import load_recipe
 from .ref import bind_transport
 from .remote import RemoteActor
@@ -125,6 +126,7 @@ class LifeSupport(Protocol):
     stopping: bool
     again: bool
     downs: deque[Down]
+    answers: Answers
     dead_letters: list[tuple[str, str, str]]
 
     def now(self) -> float: ...
@@ -194,6 +196,8 @@ class Life:
                 endpoint.breathe()
                 continue
             self._sweep()
+            if steps and endpoint.answers.take():
+                step_at = 0.0
             wait_s = None if step_at is None else max(0.0, step_at - endpoint.now())
             endpoint.wait(wait_s)  # also when it is 0: answers must not wait for the step
             if wait_s == 0.0 and not mailbox.ready and not endpoint.stopping:

@@ -90,7 +90,7 @@ class Ref(Generic[A]):
             answers = [reward.ask_soon(Reward.score, group) for group in groups]
             scores = [answer.result() for answer in answers]
 
-        The deadline counts from now.
+        The deadline counts from now. An actor can also go on: when the answer is there, its `step` is called.
         """
         return _transport().ask_soon(self.name, Call.of(message, args, kwargs), self.timeout_s)
 

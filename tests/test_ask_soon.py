@@ -44,3 +44,22 @@ def test_answers_still_come_when_the_one_that_was_asked_dies_meanwhile(tmp_path:
 def test_a_tell_does_not_wait_for_its_senders_computation(tmp_path: Path):
     run = Run("soon", tmp_path, {"busy": True})
     assert run.go().exit_code == 0
+
+
+def _look(reports: list[dict[str, object]]) -> None:
+    assert reports == [{"passed": 7, "steps": 2}]
+
+
+@pytest.mark.slow
+def test_an_answer_calls_the_step_of_an_actor_that_has_gone_on(tmp_path: Path):
+    run = Run("soon", tmp_path, {"patient": True})
+    assert run.go().exit_code == 0
+    _look(run.reports["patient"])
+
+
+def test_it_does_so_in_a_local_run(tmp_path: Path):
+    module = load_recipe(str(GRAPHS / "soon.py"))
+    run = LocalRun(module.build(module.Config(patient=True)), folder=tmp_path)
+    run.run()
+    _look(run.reports["patient"])
+    assert run.now < 1.0

@@ -18,6 +18,9 @@ class Gate(Actor):
             raise NotYet
         return number
 
+    def look(self) -> bool:
+        return self.is_open
+
     def open(self) -> None:
         self.is_open = True
 
@@ -70,10 +73,50 @@ class Marking(Gate):
         (self.context.folder / "opened").touch()
 
 
+class Patient(Actor):
+    """Goes on after it has asked, and is called when there is an answer; two that it wants at once are no news."""
+
+    def __init__(self, gate: Ref[Gate]) -> None:
+        self.gate = gate
+
+    def on_start(self) -> None:
+        self.steps = 0
+
+    def step(self) -> float | None:
+        self.steps += 1
+        if self.steps == 1:
+            self.gate.ask(Gate.look)
+            self.gate.ask_soon(Gate.look).result()
+            self.answer = self.gate.ask_soon(Gate.pass_through, 7)
+            return 3600.0
+        if self.answer.done:
+            self.report(passed=self.answer.result(), steps=self.steps)
+            raise Finished
+        return 3600.0
+
+
+class Opener(Actor):
+    """Lets a while pass first, in which nobody has anything to do."""
+
+    def __init__(self, gate: Ref[Gate]) -> None:
+        self.gate = gate
+
+    def on_start(self) -> None:
+        self.waited = False
+
+    def step(self) -> float | None:
+        if self.waited:
+            self.gate.ask(Gate.open)
+            return None
+        self.waited = True
+        return 0.3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     kill: bool = False
     busy: bool = False
+    patient: bool = False
 
 
 def build(config: Config) -> Graph:
@@ -81,6 +124,10 @@ def build(config: Config) -> Graph:
     if config.busy:
         gate = graph.add("gate", Marking)
         graph.until(graph.add("busy", Busy, gate=gate))
+    elif config.patient:
+        gate = graph.add("gate", Gate)
+        graph.add("opener", Opener, gate=gate)
+        graph.until(graph.add("patient", Patient, gate=gate))
     else:
         gate = graph.add("gate", Gate)
         graph.until(graph.add("walker", Walker, gate=gate, kill=config.kill))
