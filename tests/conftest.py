@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from rolecall.runtime.store import PolicyStore
 
 from .s3 import S3Server
 from .stores import opened
+
+# Tests and the processes they start share the cores: where each computes on all of them, they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read at the first import of torch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
