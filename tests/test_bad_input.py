@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 30.0  # imports of torch included, on a busy machine
 SMALL = ["--set", "steps=2", "--set", "batch=2", "--set", "group_size=2", "--set", "eval_problems=4"]
+NO_ANSWER = 'line 1 of tasks.jsonl needs a text "prompt" (or "question", "problem") and an'
 
 
 def refused(folder: Path, arguments: list[str], *, code: int = 2, **environment: str) -> str:
@@ -58,22 +59,23 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path, model: str):
     assert text.startswith("cannot load ") and repr(model) in text and "give a folder that holds one" in text
 
 
-@pytest.mark.parametrize("field", ["train_set", "eval_set"])
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         (None, "can't read the data set tasks.jsonl: No such file or directory; check the path"),
         ("", "the data set tasks.jsonl has no rows: give one with at least one"),
-        (
-            '{"prompt": "1+1?"}\n',
-            'line 1 of tasks.jsonl needs a text "prompt" (or "question", "problem") and an',
-        ),
+        ('{"prompt": "1+1?"}\n', NO_ANSWER),
     ],
 )
-def test_a_data_set_that_cannot_be_used(tmp_path: Path, field: str, content: str | None, text: str):
+def test_a_data_set_that_cannot_be_used(tmp_path: Path, content: str | None, text: str):
     if content is not None:
         (tmp_path / "tasks.jsonl").write_text(content)
-    assert run(tmp_path, f"{field}=tasks.jsonl").startswith(text)
+    assert run(tmp_path, "train_set=tasks.jsonl").startswith(text)
+
+
+def test_the_data_set_to_evaluate_on_is_read_alike(tmp_path: Path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1?"}\n')
+    assert run(tmp_path, "eval_set=tasks.jsonl").startswith(NO_ANSWER)
 
 
 def test_a_data_set_of_the_hub_out_of_reach(tmp_path: Path):
@@ -96,7 +98,6 @@ def test_more_held_out_problems_than_there_are(tmp_path: Path):
             1,
             "reward function mine raised ZeroDivisionError: division",
         ),
-        ("def mine(prompt, completion): return None", 1, "reward function mine gave None on prompt "),
         ("def mine(prompt, completion): return float('nan')", 1, "reward function mine gave nan on prompt "),
         ("def mine(completion): return 1.0", 2, "reward function mine must take two arguments"),
         ("def yours(prompt, completion): return 1.0", 2, "rewards.py has no function 'mine'; it has: yours"),
