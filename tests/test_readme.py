@@ -14,11 +14,13 @@ from rolecall.actors.tiny.problems import held_out, training
 
 from .commands import Command, lines, proxy_url, until
 from .s3 import S3Server
+from .test_run import ROLES, SMALL, check_ledger
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+FEW_PROBLEMS = ["--set", "eval_problems=32"]  # where it is not accuracy that a line shows
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
 
 
@@ -84,14 +86,19 @@ def test_the_first_line_and_the_sample(tmp_path: Path):
 
 
 def test_a_live_run_from_another_terminal(tmp_path: Path):
-    command = Command(["run", "async_grpo", "--set", "steps=1000"], tmp_path)
-    until(lambda: lines(command.run_folder() / "metrics.jsonl"))
-    assert "trainer" in _run(_arguments("rolecall ps"), tmp_path)
+    command = Command(["run", "async_grpo", *SMALL, "--set", "steps=1000"], tmp_path)
+    folder = command.run_folder()
+    until(lambda: lines(folder / "metrics.jsonl"))
+    shown = _run(_arguments("rolecall ps"), tmp_path)
+    assert all(role in shown for role in ROLES)
     follower = Command(_arguments("rolecall logs"), tmp_path)
     assert "restarting rollout-0, rollout-1" in _run(_arguments("rolecall restart"), tmp_path)
     _run(_arguments("rolecall stop"), tmp_path)
     assert command.finish(60)[0] == 130
+    assert command.processes() == []
     assert follower.finish(60)[0] == 0
+    code, _, err = Command(["ps", folder.name], tmp_path).finish()
+    assert code == 2 and "has ended" in err
 
 
 def test_show_and_diff(tmp_path: Path):
@@ -100,7 +107,7 @@ def test_show_and_diff(tmp_path: Path):
 
 
 def test_sync_with_settings(tmp_path: Path):
-    assert "in 5 steps" in _run(_arguments("rolecall run sync_grpo"), tmp_path)
+    assert "in 5 steps" in _run([*_arguments("rolecall run sync_grpo"), *FEW_PROBLEMS], tmp_path)
 
 
 def test_files_of_ones_own(tmp_path: Path):
@@ -109,8 +116,9 @@ def test_files_of_ones_own(tmp_path: Path):
             name = re.match(r"# (\w+\.py)\n", body)
             assert name, "each python block begins with its file's name"
             (tmp_path / name[1]).write_text(body)
-    assert "in 5 steps" in _run(_arguments("rolecall run async_grpo --set reward=short.py"), tmp_path)
-    assert "in 5 steps" in _run(_arguments("rolecall run diary.py"), tmp_path)
+    short = _arguments("rolecall run async_grpo --set reward=short.py")
+    assert "in 5 steps" in _run([*short, *FEW_PROBLEMS], tmp_path)
+    assert "in 5 steps" in _run([*_arguments("rolecall run diary.py"), *FEW_PROBLEMS], tmp_path)
     (diary,) = tmp_path.glob("runs/diary-*/diary.txt")
     assert "version 5" in diary.read_text() or "step 5" in diary.read_text()
 
@@ -127,25 +135,37 @@ def test_a_model_and_data_of_ones_own(tmp_path: Path):
 
 
 def test_another_machine_joins(tmp_path: Path, s3_server: S3Server):
-    def real(argument: str) -> str:
-        return argument.replace("my-bucket", s3_server.bucket).replace("0.0.0.0:8700", "127.0.0.1:0")
-
+    """It only dials out. There are no workers but its own, so every group that is trained is one of theirs."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
+
+    def real(argument: str) -> str:
+        return argument.replace("my-bucket", s3_server.bucket).replace("0.0.0.0:8700", "127.0.0.1:0")
+
     started = [real(argument) for argument in _arguments("rolecall run async_grpo --set store=s3")]
-    run = Command(
-        [*started, "--set", "steps=12", "--set", "rollout_workers=0"], here, s3_server.environment()
-    )
-    url = proxy_url(run.run_folder())
-    shutil.copy(run.run_folder() / "token", there / "token")
+    run = Command([*started, *SMALL, "--set", "rollout_workers=0"], here, s3_server.environment())
+    folder = run.run_folder()
+    url = proxy_url(folder)
+    shutil.copyfile(folder / "token", there / "token")
+    assert (folder / "token").stat().st_mode & 0o077 == 0
     joined = [
         argument.replace("http://trainer.example:8700", url) for argument in _arguments("rolecall join")
     ]
     join = Command(joined, there, s3_server.environment())
     code, _, err = run.finish(180)
     assert code == 0, err
-    assert join.finish(60)[0] == 0
+    metrics = check_ledger(folder, 8, 8)
+    workers = {worker for line in metrics for worker in line["workers"]}
+    assert len(workers) == 2 and all("/rollout-" in worker for worker in workers)
+    code, out, err = join.finish(60)
+    assert code == 0, err
+    assert "the run has finished" in out
+    token = (folder / "token").read_text().strip()
+    for path in [*folder.rglob("*"), *there.rglob("*")]:
+        if path.is_file() and path.name != "token":
+            assert token.encode() not in path.read_bytes(), path
+    assert run.processes() == [] and join.processes() == []
 
 
 def test_the_python_blocks_pass_the_type_checker(tmp_path: Path):
