@@ -142,11 +142,8 @@ class Buffer(Actor):
             return "duplicate"
         if self._is_stale(group):  # first, for the manifests of old versions are gone
             return "stale"
-        if self._digest(group.version) != group.digest:
-            return "unknown"
-        if not all(self._digest(completion.version) for completion in group.completions):
-            return "unknown"
-        return ""
+        published = {version: self._digest(version) for version in group.digests}
+        return "" if all(published.values()) and published == group.digests else "unknown"
 
     def _is_stale(self, group: Group) -> bool:
         return self.record.version - group.version > self.max_staleness
@@ -216,6 +213,7 @@ def _is_well_formed(group: Group) -> bool:
         and _are_token_ids(group.prompt_ids)
         and len(group.completions) > 0
         and all(_is_well_formed_completion(completion) for completion in group.completions)
+        and group.digests.keys() == {v for completion in group.completions for v in completion.versions}
     )
 
 
@@ -225,7 +223,10 @@ def _is_well_formed_completion(completion: Completion) -> bool:
         and len(completion.logprobs) == len(completion.ids)
         and all(-LARGEST < logprob <= ROUNDING for logprob in completion.logprobs)
         and abs(completion.reward) < LARGEST  # NaN is not
-        and 0 <= completion.version < 2**62
+        and len(completion.versions) == len(completion.ids)
+        and completion.versions[0] >= 0
+        and completion.versions == sorted(completion.versions)
+        and completion.versions[-1] < 2**62
         and completion.finish_reason in ("stop", "length")
     )
 

@@ -10,8 +10,9 @@ import msgspec
 from ..runtime import Actor, Finished
 from ..runtime.files import read_lines, write_whole
 from ..runtime.store import PolicyVersion, Store
+from .canary import attest
 from .data import load_rows
-from .engines import Engine, Request, Sampling
+from .engines import Engine, Request, Sampling, generate
 from .reward import Reward, RewardFunction
 from .types import Prompt
 
@@ -81,7 +82,7 @@ class Evaluator(Actor):
     def _load_engine(self) -> Engine:
         from .engines.transformers import load_engine
 
-        return load_engine(self.model)
+        return load_engine(self.model, max_num_seqs=self.problems)
 
     def step(self) -> float | None:
         if self.finished:
@@ -91,7 +92,9 @@ class Evaluator(Actor):
             return self.poll_s
         # The first version is what the run is measured against, however far the trainer is by now.
         policy = head if self.next_step else self.store.policy(0)
-        self.engine.load(policy.version, policy.digest, self.store.fetch(policy.version))
+        folder = self.store.fetch(policy.version)
+        self.engine.load(policy.version, policy.digest, folder)
+        attest(self.engine, folder, self.name)
         evaluation = self._evaluate(policy)
         with self.file.open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
@@ -113,7 +116,7 @@ class Evaluator(Actor):
     def _accuracy(self, sampling: Sampling) -> float:
         requests = [Request(self.engine.encode(text), self.seed + i) for i, (text, _) in enumerate(self.rows)]
         right = 0
-        samples = self.engine.generate(requests, sampling)
+        samples = generate(self.engine, requests, sampling)
         for i, ((text, answer), sample) in enumerate(zip(self.rows, samples, strict=True)):
             prompt = Prompt(id=i, text=text, answer=answer)
             right += self.reward.score(prompt, [sample.text])[0] >= 1.0

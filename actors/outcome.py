@@ -108,7 +108,7 @@ def sample(run: RunFolder, prompt: str) -> str:
             f"run {run.path.name} has no adapter to sample from: only one that has finished leaves one",
             exit_code=2,
         )
-    from .engines import Request, Sampling
+    from .engines import Request, Sampling, generate
     from .engines.transformers import load_engine
 
     config = run.info.config
@@ -120,7 +120,7 @@ def sample(run: RunFolder, prompt: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for version, adapter in enumerate([_untrained(config, Path(folder)), run.path / "adapter"]):
             engine.load(version, "", adapter)
-            columns.append([sample.text for sample in engine.generate(requests, sampling)])
+            columns.append([sample.text for sample in generate(engine, requests, sampling)])
     return side_by_side(prompt.strip(), columns)
 
 

@@ -126,11 +126,11 @@ def pack(
 def pack_answers(prompt_ids: list[int], answers: Sequence[list[int]]) -> Batch:
     """A prompt and its answers in one row, with every token trained: to compute log-probs, not to learn."""
     completions = [
-        Completion(ids=ids, logprobs=[0.0] * len(ids), version=0, finish_reason="stop", text="")
+        Completion(ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), finish_reason="stop", text="")
         for ids in answers
     ]
     prompt = Prompt(id=0, text="", answer="")
-    group = Group(prompt=prompt, prompt_ids=prompt_ids, completions=completions, digest="", worker="")
+    group = Group(prompt=prompt, prompt_ids=prompt_ids, completions=completions, digests={}, worker="")
     row_tokens = len(prompt_ids) + sum(map(len, answers))
     return pack([group], [[1.0] * len(answers)], row_tokens=row_tokens).batches[0]
 

@@ -25,9 +25,10 @@ class Prefetch:
 
     def __init__(self, store: PolicyStore, *, every_s: float = 1.0) -> None:
         self._store, self._every_s = store, every_s
-        self._newest = -1
+        self.newest = -1  # in the cache
         self._said = ""
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def start(self) -> None:
@@ -35,16 +36,21 @@ class Prefetch:
 
     def stop(self, timeout_s: float = 1.0) -> None:
         """End the thread. One in the middle of a transfer is left behind: it ends with its process."""
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         self._thread.join(timeout_s)
+
+    def hurry(self) -> None:
+        """Look at once: there is a version that is not here."""
+        self._wake.set()
 
     def look(self) -> None:
         """Fetch the newest version, if there is one that was not fetched yet."""
         try:
             head = self._store.head()
-            if head is not None and head.version > self._newest:
+            if head is not None and head.version > self.newest:
                 self._store.fetch(head.version)
-                self._newest = head.version
+                self.newest = head.version
                 self._said = ""
         except (StoreError, Unrecoverable) as error:
             if str(error) != self._said:
@@ -52,5 +58,9 @@ class Prefetch:
                 self._said = str(error)
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._every_s):
+        while True:
+            self._wake.wait(self._every_s)
+            self._wake.clear()
+            if self._stopping:
+                return
             self.look()

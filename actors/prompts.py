@@ -17,6 +17,11 @@ from .types import Count, Lease, Prompt
 __all__ = ["PromptSource"]
 
 PromptCount = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+Lent = dict[Count, Count]
+"""Prompts by id, each with the number of the lease it came with: one that is lent again is another loan."""
+
+
+_LAST = 2**62  # above the number of any lease
 
 
 class _Loan(msgspec.Struct):
@@ -27,16 +32,22 @@ class _Loan(msgspec.Struct):
     since: float
 
 
+class _Heard(msgspec.Struct):
+    """The newest word of a worker: what an older one still asks for would be lost."""
+
+    incarnation: int
+    lease: int
+
+
 class _Ledger(msgspec.Struct):
     """Where every prompt of the run is: below `next` it is on loan, returned, or delivered as a group.
 
     leases:  how many there have been.
-    workers: the newest incarnation heard of each: what an older one still asks for would be lost.
     """
 
     next: int = 0
     leases: int = 0
-    workers: dict[str, int] = {}
+    workers: dict[str, _Heard] = {}
     loans: dict[int, _Loan] = {}
     returned: list[int] = []
     step: int = 0
@@ -51,7 +62,7 @@ class PromptSource(Actor):
     steps:            optimizer steps of the run: no prompt beyond them is handed out.
     max_staleness:    how many versions behind a group may be when it is trained.
     publish_every:    optimizer steps from one version to the next.
-    lease_s:          a lease older than this is taken back, for its worker has vanished.
+    lease_s:          a prompt that nobody says he holds for so long is taken back: its worker has vanished.
 
     Admission: a prompt is lent only if its group will be trained while at most max_staleness versions have
     come out since. So staleness is bounded by not starting work, not by throwing it away, which would throw
@@ -61,7 +72,12 @@ class PromptSource(Actor):
     not trained by then (the trainer went back to a checkpoint, a worker died with its groups) is lent again.
     """
 
-    http: ClassVar = {"POST /v1/prompts": "next", "GET /v1/policy": "policy"}
+    http: ClassVar = {
+        "POST /v1/prompts": "next",
+        "POST /v1/prompts/hold": "hold",
+        "POST /v1/prompts/leave": "leave",
+        "GET /v1/policy": "policy",
+    }
 
     def __init__(
         self,
@@ -97,27 +113,22 @@ class PromptSource(Actor):
         worker: str,
         incarnation: Count,
         lease: Count,
-        delivered: list[int],
+        holding: Lent,
+        delivered: Lent,
         count: PromptCount,
         wait: bool,
     ) -> Lease:
-        """Lend up to `count` prompts.
+        """Lend up to `count` prompts more.
 
-        lease: number of the last lease that reached the worker, 0 if none has since it started.
-        delivered: ids of that lease's groups that it has handed over. Whatever else is lent to it is lent
-        anew: it died with the worker's last incarnation, was refused, or is of a lease that never arrived.
-        wait: keep the request until there is a prompt to lend; otherwise the lease may be empty.
+        lease: number of the last lease that reached the worker, 0 if none has since it started. holding,
+        delivered: what it works on, and what it has handed over as groups since it last said so. Whatever else is
+        lent to it is lent anew: it died with the worker's last incarnation, was refused, or is of a lease that
+        never arrived. wait: keep the request until there is a prompt to lend; otherwise the lease may be empty.
         """
         ledger = self.ledger
         finished = ledger.step >= self.steps
-        if incarnation < ledger.workers.get(worker, 0):
-            return Lease(number=0, prompts=[], version=ledger.version, finished=finished)
-        ledger.workers[worker] = incarnation
-        for id, loan in list(ledger.loans.items()):
-            if loan.worker == worker:
-                del ledger.loans[id]
-                if loan.lease != lease or id not in delivered:
-                    ledger.returned.append(id)
+        if not self._heed(worker, incarnation, lease, holding, delivered):
+            return self._lease(0, [], finished=finished)
         ids = self._admit(count)
         if not ids and wait and not finished:
             self._save()
@@ -126,8 +137,25 @@ class PromptSource(Actor):
         for id in ids:
             ledger.loans[id] = _Loan(worker, ledger.leases, self.clock())
         self._save()
-        prompts = [self._prompt(id) for id in ids]
-        return Lease(number=ledger.leases, prompts=prompts, version=ledger.version, finished=finished)
+        return self._lease(ledger.leases, ids, finished=finished)
+
+    @idempotent
+    def hold(self, worker: str, incarnation: Count, lease: Count, holding: Lent, delivered: Lent) -> None:
+        """As `next`, but without wanting more; of what is on its way to the worker meanwhile it says nothing.
+
+        A worker says so before `hold_s` are over, or its prompts are lent anew.
+        """
+        if self._heed(worker, incarnation, lease, holding, delivered, until=lease):
+            for id, loan in self.ledger.loans.items():
+                if loan.worker == worker and id in holding:
+                    loan.since = self.clock()
+            self._save()
+
+    @idempotent
+    def leave(self, worker: str, incarnation: Count, delivered: Lent) -> None:
+        """This worker works no more: what is lent to it is lent anew, and what it still asks for is not given."""
+        self._heed(worker, incarnation, _LAST, {}, delivered)
+        self._save()
 
     @idempotent
     def give_back(self, ids: list[int]) -> None:
@@ -167,6 +195,30 @@ class PromptSource(Actor):
         if late:
             self._save()
         return min(5.0, self.lease_s)
+
+    def _heed(
+        self, worker: str, incarnation: int, lease: int, holding: Lent, delivered: Lent, until: int = _LAST
+    ) -> bool:
+        """Believe what a worker says of leases up to `until`; whether it is its newest word.
+
+        Does not renew a loan: this word may have waited here for longer than its worker has lived.
+        """
+        ledger = self.ledger
+        heard = ledger.workers.get(worker, _Heard(0, 0))
+        if (incarnation, lease) < (heard.incarnation, heard.lease):
+            return False
+        ledger.workers[worker] = _Heard(incarnation, lease)
+        for id, loan in list(ledger.loans.items()):
+            if loan.worker == worker and loan.lease <= until and holding.get(id) != loan.lease:
+                del ledger.loans[id]
+                if delivered.get(id) != loan.lease:
+                    ledger.returned.append(id)
+        return True
+
+    def _lease(self, number: int, ids: list[int], *, finished: bool) -> Lease:
+        prompts = [self._prompt(id) for id in ids]
+        version, hold_s = self.ledger.version, self.lease_s / 4
+        return Lease(number=number, prompts=prompts, version=version, finished=finished, hold_s=hold_s)
 
     def _admit(self, count: int) -> list[int]:
         ledger, count = self.ledger, max(0, count)

@@ -1,19 +1,27 @@
-"""The rollout worker: prompts in, scored groups out, always under a published policy version."""
+"""The rollout worker: prompts in, scored groups out, always under a published policy version.
+
+    prompts ─lease─▶ queue ─add─▶ engine ─step…─▶ whole groups ─score─▶ reward ─put─▶ buffer
+
+Everything overlaps: while the engine goes from token to token, prompts are asked for, versions fetched, groups
+scored and handed over. Nothing waits for the slowest of a batch, and nothing pauses for a swap.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import dataclass, field
 
-from ..runtime import Actor, Finished, Ref, idempotent
+from ..runtime import Actor, Answer, Finished, Ref, idempotent
 from ..runtime.store import Store
 from .buffer import Buffer
 from .canary import attest
-from .engines import Engine, Request, Sampling, load_engine
+from .engines import Engine, Request, Sample, Sampling, load_engine
 from .prefetch import Prefetch
 from .prompts import PromptSource
 from .reward import Reward
 from .types import PATIENCE_S, Batch, Completion, Group, Lease, Prompt
+from .waits import Waits
 
 __all__ = ["RolloutWorker"]
 
@@ -27,10 +35,11 @@ class RolloutWorker(Actor):
     group_size: completions of one prompt. lease: prompts sampled at once (lease × group_size sequences).
     engine: what samples, as `load_engine` takes it. lora_rank: the largest rank of the run's adapters.
     max_staleness: how many versions behind the newest a group may be trained: so many more may be in use at once.
+    inflight_swap: whether completions go on under a new version, or finish under the one they began with.
 
-    While it samples, the next version is fetched from a bucket in the background, so that a swap costs little more
-    than `engine.load`. After each swap it proves that its engine computes what the trainer published, before it
-    samples: see `canary`. What a swap took is reported as load_s.
+    A new version is fetched from a bucket in the background, and loaded between two tokens. After each swap the
+    worker proves that its engine computes what the trainer published, before it begins anything: see `canary`.
+    Reported with every group: see `Waits`.
     """
 
     preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")
@@ -50,12 +59,16 @@ class RolloutWorker(Actor):
         engine: str = "transformers",
         lora_rank: int = 16,
         max_staleness: int = 0,
+        inflight_swap: bool = False,
     ) -> None:
         self.model, self.sampling = model, sampling
-        self.engine_name, self.lora_rank = engine, lora_rank
+        self.engine_name, self.lora_rank, self.inflight_swap = engine, lora_rank, inflight_swap
+        self.max_staleness = max_staleness
         self.max_loras = max(2, max_staleness + 1)  # 2: a swap needs room for the old and the new
         self.group_size, self.lease, self.seed = group_size, lease, seed
-        self.prompts, self.reward, self.weights, self.sink = prompts, reward, weights, sink
+        self.prompts, self.reward = prompts.within(PATIENCE_S), reward.within(PATIENCE_S)
+        self.sink = None if sink is None else sink.within(PATIENCE_S)
+        self.weights = weights
 
     def on_start(self) -> None:
         self.engine = self._load_engine()
@@ -63,9 +76,19 @@ class RolloutWorker(Actor):
         self.prefetch = self._start_prefetch()
         self.worker = f"{self.context.node}/{self.name}" if self.context.node else self.name
         self.version = -1  # that the engine has proved to sample
-        self.load_s = 0.0
-        self._leased = 0
-        self._delivered: list[int] = []
+        self.waits = Waits(time.monotonic)
+        self._digests: dict[int, str] = {}
+        self._newest = -1  # that was heard of
+        self._news: Answer[int] | None = None
+        self._asked: Answer[Lease] | None = None
+        self._telling: dict[int, int] = {}
+        self._lease = Lease(number=0, prompts=[], version=-1, finished=False, hold_s=0.0)
+        self._hold_at = 0.0
+        self._queue: list[_Open] = []  # for a version that is not loaded yet
+        self._sampling: dict[int, _Open] = {}  # by request
+        self._scoring: list[_Open] = []
+        self._putting: list[_Open] = []
+        self._delivered: dict[int, int] = {}  # that the prompt source has not heard of: the lease of each
         self._given: tuple[int, int, list[Group]] = (-1, -1, [])
 
     def _load_engine(self) -> Engine:
@@ -75,6 +98,7 @@ class RolloutWorker(Actor):
             max_loras=self.max_loras,
             max_lora_rank=self.lora_rank,
             max_num_seqs=self.lease * self.group_size,
+            inflight_swap=self.inflight_swap,
         )
 
     def _start_prefetch(self) -> Prefetch | None:
@@ -87,23 +111,25 @@ class RolloutWorker(Actor):
     def on_stop(self) -> None:
         if self.prefetch is not None:
             self.prefetch.stop()
+        if self._lease.number:  # others can begin at once with what is not finished here
+            self.prompts.tell(PromptSource.leave, self.worker, self.context.incarnation, self._delivered)
 
     def step(self) -> float | None:
+        """One token for everybody, and whatever else there is to do between two tokens."""
         if self.sink is None:
             return None
-        began = time.monotonic()
-        lease = self._lease(wait=True)
-        if lease.finished:
-            raise Finished
-        leased = time.monotonic()
-        groups = self._sample(lease)
-        sampled = time.monotonic()
-        sink = self.sink.within(PATIENCE_S)
-        for group, put in [(group, sink.ask_soon(Buffer.put, group)) for group in groups]:
-            if put.result() in ("accepted", "duplicate"):
-                self._delivered.append(group.id)
-        self._say(groups, lease_wait_s=leased - began, sample_s=sampled - leased, since=sampled)
-        return 0.0
+        self.waits.over()
+        self._hand_over(self.sink)
+        self._follow()
+        self._take_lease()
+        self._begin_queue()
+        self._sample()
+        self._lease_more()
+        self._hold()
+        if self.engine.running:
+            return 0.0
+        self.waits.begin("put_wait_s" if self._scoring or self._putting else "lease_wait_s")
+        return max(0.0, self._hold_at - time.monotonic()) if self._held() else None  # an answer comes sooner
 
     @idempotent
     def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
@@ -113,87 +139,177 @@ class RolloutWorker(Actor):
         completion's draws depend on its prompt alone.
         """
         if self._given[:2] != (step, version):
-            self._given = step, version, self._sample(self._lease(wait=False))
+            self._queue, self._sampling, self._scoring = [], {}, []  # of a share that failed half-way
+            self._receive(self._ask(self.lease, wait=False).result())
+            if self._queue and self._lease.version > self.version:
+                self._swap(self._lease.version)
+            self._begin_queue()
+            while self._sampling:
+                self._sample()
+            scored, self._scoring = sorted(self._scoring, key=lambda one: one.prompt.id), []
+            self._given = step, version, [self._group(one) for one in scored]
         return Batch(groups=self._given[2], dropped={}, depth=0)
 
-    def _lease(self, *, wait: bool) -> Lease:
-        lease = self.prompts.within(PATIENCE_S).ask(
-            PromptSource.next,
-            self.worker,
-            self.context.incarnation,
-            self._leased,
-            self._delivered,
-            self.lease,
-            wait,
-        )
-        self._leased, self._delivered = lease.number, []
-        return lease
+    # --- versions ----------------------------------------------------------------------------------------
 
-    def _sample(self, lease: Lease) -> list[Group]:
-        if not lease.prompts:
-            return []
-        if lease.version > self.version:
-            self._swap(lease.version)
-        prompt_ids = [self.engine.encode(prompt.text) for prompt in lease.prompts]
-        requests = [
-            Request(ids, self._seed_of(prompt, sibling))
-            for prompt, ids in zip(lease.prompts, prompt_ids, strict=True)
-            for sibling in range(self.group_size)
-        ]
-        samples = iter(self.engine.generate(requests, self.sampling))
-        scored = []
-        for prompt, ids in zip(lease.prompts, prompt_ids, strict=True):
-            siblings = [next(samples) for _ in range(self.group_size)]
-            rewards = self.reward.ask_soon(Reward.score, prompt, [sample.text for sample in siblings])
-            scored.append((prompt, ids, siblings, rewards))
-        groups = []
-        for prompt, ids, siblings, rewards in scored:
-            completions = [
-                Completion(
-                    ids=sample.ids,
-                    logprobs=sample.logprobs,
-                    version=self.engine.version,
-                    finish_reason=sample.finish_reason,
-                    text=sample.text,
-                    reward=reward,
-                )
-                for sample, reward in zip(siblings, rewards.result(), strict=True)
-            ]
-            groups.append(
-                Group(
-                    prompt=prompt,
-                    prompt_ids=ids,
-                    completions=completions,
-                    digest=self.engine.digest,
-                    worker=self.worker,
-                )
-            )
-        return groups
+    def _follow(self) -> None:
+        """Swap when there is a newer version, and it is here."""
+        news = self._news or self.prompts.ask_soon(PromptSource.policy, self._newest)
+        self._news = None if news.done else news
+        if news.done:
+            self._hear_of(news.result())
+        # With nothing to hold up it is fetched here, and if that fails it is this worker's error.
+        here = self.prefetch is None or self.prefetch.newest >= self._newest
+        if self._newest > self.version and (here or not self.engine.running):
+            self._swap(self._newest)
+
+    def _hear_of(self, version: int) -> None:
+        if version > self._newest:
+            self._newest = version
+            if self.prefetch is not None:
+                self.prefetch.hurry()
 
     def _swap(self, version: int) -> None:
-        """Sample under this version from now on. Raises Quarantined if the engine then computes something else."""
+        """Begin completions under this version from now on. Raises Quarantined if the engine computes another."""
         began = time.monotonic()
         self.version = -1  # until it is proved, whatever goes wrong on the way
         policy = self.store.policy(version)
         folder = self.store.fetch(version, keep=self.engine.versions)
         self.engine.load(version, policy.digest, folder)
         attest(self.engine, folder, self.worker)
-        self.version = version
-        self.load_s = time.monotonic() - began
+        self.version, self._digests[version] = version, policy.digest
+        self.waits.load_s = time.monotonic() - began
+
+    # --- prompts -----------------------------------------------------------------------------------------
+
+    def _lease_more(self) -> None:
+        if self._asked is not None:
+            return
+        busy = len(self._queue) + len(set(self._sampling.values()))
+        # One that hands over slower than it samples has enough.
+        room = self.lease - max(busy, len(self._scoring) + len(self._putting) - self.lease)
+        # Without staleness nothing is lent before all of this is trained: then all of it at once.
+        if room > 0 if self.max_staleness else room == self.lease:
+            self._asked = self._ask(room, wait=True)
+
+    def _take_lease(self) -> None:
+        if self._asked is not None and self._asked.done:
+            lease, self._asked = self._asked.result(), None
+            if lease.finished:
+                raise Finished
+            self._receive(lease)
+
+    def _ask(self, count: int, *, wait: bool) -> Answer[Lease]:
+        self._telling = dict(self._delivered)
+        word = (self.worker, self.context.incarnation, self._lease.number, self._held(), self._telling)
+        return self.prompts.ask_soon(PromptSource.next, *word, count, wait)
+
+    def _receive(self, lease: Lease) -> None:
+        for id in self._telling:
+            if self._delivered.get(id) == self._telling[id]:
+                del self._delivered[id]
+        self._lease = lease
+        self._hold_at = time.monotonic() + lease.hold_s
+        self._hear_of(lease.version)
+        self._queue += [_Open(prompt, lease, self.engine.encode(prompt.text)) for prompt in lease.prompts]
+
+    def _held(self) -> dict[int, int]:
+        """The prompts it works on, and the lease that each came with."""
+        held = [*self._queue, *self._sampling.values(), *self._scoring, *self._putting]
+        return {one.prompt.id: one.lease.number for one in held}
+
+    def _hold(self) -> None:
+        if self._lease.number and time.monotonic() >= self._hold_at:
+            word = (self.worker, self.context.incarnation, self._lease.number, self._held(), self._delivered)
+            self.prompts.tell(PromptSource.hold, *word)
+            self._delivered = {}
+            self._hold_at = time.monotonic() + self._lease.hold_s
+
+    # --- groups ------------------------------------------------------------------------------------------
+
+    def _begin_queue(self) -> None:
+        ready = [one for one in self._queue if one.lease.version <= self.version]
+        if not ready:
+            return
+        self._queue = [one for one in self._queue if one.lease.version > self.version]
+        requests = [
+            Request(one.prompt_ids, self._seed_of(one.prompt, sibling))
+            for one in ready
+            for sibling in range(self.group_size)
+        ]
+        ids = self.engine.add(requests, self.sampling)
+        for place, id in enumerate(ids):
+            one = ready[place // self.group_size]
+            one.requests.append(id)
+            self._sampling[id] = one
+
+    def _sample(self) -> None:
+        """One token; groups that are whole go to the reward."""
+        if not self.engine.running:
+            return
+        began = time.monotonic()
+        finished = self.engine.step()
+        self.waits.sampled(began)
+        for sampled in finished:
+            one = self._sampling.pop(sampled.id, None)
+            if one is None:
+                continue  # of a share that failed
+            one.samples[sampled.id] = sampled.sample
+            if len(one.samples) == self.group_size:
+                texts = [one.samples[id].text for id in one.requests]
+                one.rewards = self.reward.ask_soon(Reward.score, one.prompt, texts)
+                self._scoring.append(one)
+
+    def _hand_over(self, sink: Ref[Buffer]) -> None:
+        for one in [one for one in self._scoring if one.rewards is not None and one.rewards.done]:
+            group = self._group(one)
+            one.put = sink.ask_soon(Buffer.put, group)
+            self._scoring.remove(one)
+            self._putting.append(one)
+            tokens = sum(len(completion.ids) for completion in group.completions)
+            self.report(groups=1, tokens=tokens, version=group.version, **self.waits.take())
+        for one in [one for one in self._putting if one.put is not None and one.put.done]:
+            assert one.put is not None
+            self._putting.remove(one)
+            if one.put.result() in ("accepted", "duplicate"):
+                self._delivered[one.prompt.id] = one.lease.number
+
+    def _group(self, one: _Open) -> Group:
+        assert one.rewards is not None
+        samples = [one.samples[id] for id in one.requests]
+        completions = [
+            Completion(
+                ids=sample.ids,
+                logprobs=sample.logprobs,
+                versions=sample.versions,
+                finish_reason=sample.finish_reason,
+                text=sample.text,
+                reward=reward,
+            )
+            for sample, reward in zip(samples, one.rewards.result(), strict=True)
+        ]
+        return Group(
+            prompt=one.prompt,
+            prompt_ids=one.prompt_ids,
+            completions=completions,
+            digests={version: self._digests[version] for sample in samples for version in sample.versions},
+            worker=self.worker,
+        )
 
     def _seed_of(self, prompt: Prompt, sibling: int) -> int:
         """The same completion whichever worker samples it, and when it is sampled again."""
         key = f"{self.seed}/{prompt.id}/{sibling}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest())
 
-    def _say(self, groups: list[Group], *, lease_wait_s: float, sample_s: float, since: float) -> None:
-        tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
-        self.report(
-            groups=len(groups),
-            tokens=tokens,
-            version=self.engine.version,
-            lease_wait_s=lease_wait_s,
-            load_s=self.load_s,
-            sample_s=sample_s,
-            put_wait_s=time.monotonic() - since,
-        )
+
+@dataclass(eq=False)
+class _Open:
+    """A group under way, from the lease of its prompt until the buffer has it."""
+
+    prompt: Prompt
+    lease: Lease
+    prompt_ids: list[int]
+    requests: list[int] = field(default_factory=list)
+    samples: dict[int, Sample] = field(default_factory=dict)
+    rewards: Answer[list[float]] | None = None
+    put: Answer[str] | None = None

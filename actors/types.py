@@ -31,6 +31,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     """Prompts lent to one rollout worker.
 
     number:   the worker names it when it says what became of the prompts; from 1, and growing.
+    hold_s:   seconds after which the worker must say again that it holds them (see PromptSource.hold).
     version:  the newest policy version; the prompts must be sampled with it or a newer one.
     finished: the run is over: nothing will be lent any more.
     """
@@ -39,6 +40,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     prompts: list[Prompt]
     version: int
     finished: bool
+    hold_s: float
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -46,14 +48,14 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     ids:           sampled token ids, end-of-sequence included.
     logprobs:      log-probability of each under the distribution it was drawn from (after temperature).
-    version:       policy version that sampled it.
+    versions:      policy version that sampled each token; they never decrease.
     finish_reason: "stop" (an end-of-sequence token) or "length" (cut off).
     reward:        what the reward function gave; NaN until it is scored.
     """
 
     ids: list[int]
     logprobs: list[float]
-    version: int
+    versions: list[int]
     finish_reason: str
     text: str
     reward: float = float("nan")
@@ -62,14 +64,14 @@ class Completion(Struct, frozen=True, kw_only=True):
 class Group(Struct, frozen=True, kw_only=True):
     """Sibling completions of one prompt: the unit that travels, is dropped, and is trained, whole.
 
-    digest: SHA-256 of the adapter that sampled it, as published with its version.
+    digests: SHA-256 of each adapter that sampled any of it, as published with its version.
     worker: name of the rollout worker, for the logs.
     """
 
     prompt: Prompt
     prompt_ids: list[int]
     completions: list[Completion]
-    digest: str
+    digests: dict[int, str]
     worker: str
 
     @property
@@ -79,7 +81,7 @@ class Group(Struct, frozen=True, kw_only=True):
     @property
     def version(self) -> int:
         """The oldest policy version that sampled any part of it: staleness is counted from here."""
-        return min(completion.version for completion in self.completions)
+        return min(min(completion.versions) for completion in self.completions)
 
     @property
     def rewards(self) -> list[float]:

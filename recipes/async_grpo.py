@@ -49,6 +49,7 @@ class Config:
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
     engine_python: str = ""  # the interpreter they run in; by default this one
     max_staleness: NotNegative = 2
+    inflight_swap: bool = False  # completions go on under a new version, instead of ending under their own
     eval_problems: AtLeastOne = 256
     eval_every: AtLeastOne = 10
 
@@ -72,8 +73,8 @@ def build(config: Config) -> Graph:
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
-        engine=config.engine, lora_rank=config.lora_rank, max_staleness=config.max_staleness,
-        prompts=prompts, reward=reward, weights=weights, sink=buffer,
+        engine=config.engine, lora_rank=config.lora_rank, prompts=prompts, reward=reward, weights=weights,
+        max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=GRPOLoss(), lora_rank=config.lora_rank,

@@ -66,8 +66,7 @@ def build(config: Config) -> Graph:
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
-        engine=config.engine, lora_rank=config.lora_rank, max_staleness=0,
-        prompts=prompts, reward=reward, weights=weights,
+        engine=config.engine, lora_rank=config.lora_rank, prompts=prompts, reward=reward, weights=weights,
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=GRPOLoss(), lora_rank=config.lora_rank,

@@ -12,12 +12,13 @@ from .errors import (
     Unrecoverable,
 )
 from .graph import Graph, Restart, Strategy
-from .ref import Ref
+from .ref import Answer, Ref
 
 __all__ = [
     "Actor",
     "ActorDied",
     "ActorStopped",
+    "Answer",
     "AskTimeout",
     "DeadlockError",
     "Down",

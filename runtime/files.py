@@ -7,7 +7,9 @@ from typing import Any
 
 from msgspec import json
 
-__all__ = ["read_lines", "write_whole"]
+__all__ = ["first_incarnation", "read_lines", "write_whole"]
+
+_STARTS = 1 << 20  # of actors, between two starts of their run
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -15,6 +17,18 @@ def write_whole(path: Path, data: bytes) -> None:
     aside = path.with_name(f"{path.name}.new")
     aside.write_bytes(data)
     aside.replace(path)
+
+
+def first_incarnation(folder: Path) -> int:
+    """Called once at each start of the run in `folder`: what its incarnations begin above.
+
+    They grow over all starts of a run: what an actor has written down of another's holds for the next start.
+    """
+    path = folder / "starts"
+    starts = int(path.read_text()) if path.exists() else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(path, str(starts + 1).encode())
+    return starts * _STARTS
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

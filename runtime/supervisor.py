@@ -37,6 +37,7 @@ from .control import (
     StopRun,
 )
 from .errors import Unrecoverable
+from .files import first_incarnation
 from .forkserver import ForkServer, become_subreaper, check_interpreter
 from .graph import Graph, Role
 from .hang import HangWatch
@@ -125,7 +126,7 @@ class Supervisor:
         ]
         self._by_name = {child.name: child for child in self.children}
         self._tree = Tree(self.graph, self.children, self.rng)
-        self._incarnation = 0
+        self._incarnation = first_incarnation(self.folder)
         self._forks: ForkServer | None = None
         self._forks_not_before = 0.0
         self._leftovers = Leftovers()

@@ -32,6 +32,7 @@ from .actor import Actor
 from .baton import Killed
 from .child import describe_exit
 from .errors import DeadlockError, RolecallError
+from .files import first_incarnation
 from .graph import Graph
 from .local import NEVER, Exchange, Incarnation, Place
 from .ref import bind_transport
@@ -76,7 +77,7 @@ class LocalRun:
         self.turns: list[str] = []
         self._tree = Tree(graph, self._places, rng or random.Random(0))
         self._whom_to_kill, self._asked = kill, -1
-        self._incarnation = 0
+        self._incarnation = first_incarnation(folder)
         self._story = ""
 
     @property

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from rolecall import Actor, Graph, Ref
+from rolecall import Actor, Graph, NotYet, Ref
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.canary import CANARY, Canary
-from rolecall.actors.engines import Engine, Request, Sample, Sampling
+from rolecall.actors.engines import Engine, Request, Sample, Sampled, Sampling
 from rolecall.actors.evaluator import Evaluator
 from rolecall.actors.losses import GRPOLoss
 from rolecall.actors.prompts import PromptSource
@@ -25,7 +26,6 @@ from rolecall.actors.rollout import RolloutWorker
 from rolecall.actors.trainer import Trainer
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.actor import Context
-from rolecall.runtime.peer import Heard
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.store import PolicyVersion, Store, StoreError
 
@@ -34,35 +34,47 @@ if TYPE_CHECKING:
 
 
 class FakeEngine:
-    """Answers `#### 0` to `#### 9`, by hash. Seeds it was asked for are kept, to look at."""
+    """Answers `#### 0` to `#### 9`, by hash, in one step. Seeds it was asked for are kept, to look at."""
 
     def __init__(self) -> None:
-        self.version, self.digest, self.dtype = -1, "", "float32"
+        self.version, self.dtype = -1, "float32"
         self.seeds: list[int] = []
         self._weights = b""
+        self._under_way: list[Sampled] = []
 
     @property
     def versions(self) -> list[int]:
         return [] if self.version < 0 else [self.version]
 
     def load(self, version: int, digest: str, folder: Path) -> None:
-        self.version, self.digest = version, digest
+        self.version = version
         self._weights = (folder / "adapter.bin").read_bytes()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    @property
+    def running(self) -> int:
+        return len(self._under_way)
+
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         assert self._weights, "no adapter is loaded"
+        ids = list(range(len(self.seeds), len(self.seeds) + len(requests)))
         self.seeds += [request.seed for request in requests]
-        return [self._sample(request) for request in requests]
+        samples = [self._sample(request) for request in requests]
+        self._under_way += map(Sampled, ids, samples)
+        return ids
+
+    def step(self) -> list[Sampled]:
+        finished, self._under_way = self._under_way, []
+        return finished
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
         return fake_logprobs(self._weights, prompt_ids, ids)
 
     def _sample(self, request: Request) -> Sample:
         drawn = hashlib.sha256(self._weights + bytes(request.prompt_ids) + request.seed.to_bytes(8)).digest()
-        return Sample(list(drawn[:4]), [-1.0] * 4, "stop", f"#### {drawn[0] % 10}")
+        return Sample(list(drawn[:4]), [-1.0] * 4, [self.version] * 4, "stop", f"#### {drawn[0] % 10}")
 
 
 def fake_logprobs(weights: bytes, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
@@ -171,6 +183,28 @@ def begin(actor: Actor, folder: Path, name: str, *, incarnation: int = 1, node: 
     actor.on_start()
 
 
+class Parked:
+    """An answer that is tried for, at once and again, until its actor says no more NotYet."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask, self._heard, self._value = ask, False, None
+        self._try()
+
+    def _try(self) -> None:
+        with suppress(NotYet):
+            self._value, self._heard = self._ask(), True
+
+    @property
+    def done(self) -> bool:
+        if not self._heard:
+            self._try()
+        return self._heard
+
+    def result(self) -> Any:
+        assert self.done, "nobody will ever answer this"
+        return self._value
+
+
 class Direct:
     """Messages as plain calls to the actors in `actors`: bind it, and a ref works in the test itself.
 
@@ -190,8 +224,8 @@ class Direct:
             answers.append(getattr(self.actors[name], call.method)(*call.args, **call.kwargs))
         return answers
 
-    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Heard:
-        return Heard(self.ask([name], call, timeout_s)[0])
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Parked:
+        return Parked(lambda: self.ask([name], call, timeout_s)[0])
 
     def tell(self, name: str, call: Call) -> None:
         self.ask([name], call, 0.0)
@@ -240,7 +274,7 @@ def group(
         Completion(
             ids=[id % 200],
             logprobs=[-1.0],
-            version=version,
+            versions=[version],
             finish_reason="stop",
             text="#### 1",
             reward=value,
@@ -251,7 +285,7 @@ def group(
         prompt=Prompt(id=id, text=f"problem {id}", answer="1"),
         prompt_ids=[1],
         completions=completions,
-        digest=digest_of(version) if digest is None else digest,
+        digests={version: digest_of(version) if digest is None else digest},
         worker=worker,
     )
 

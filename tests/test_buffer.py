@@ -11,9 +11,10 @@ import pytest
 from rolecall import NotYet, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
+from rolecall.actors.types import Group
 from rolecall.runtime.ref import bind_transport
 
-from .fakes import Direct, Published, begin, group, ref
+from .fakes import Direct, Published, begin, digest_of, group, ref
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def peers(tmp_path: Path) -> Iterator[Direct]:
     direct.actors["prompts"] = source
     begin(source, tmp_path, "prompts")
     source.advance(0, 0)
-    source.next("w", 1, 0, [], 40, False)
+    source.next("w", 1, 0, {}, {}, 40, False)
     yield direct
     bind_transport(None)
 
@@ -130,10 +131,32 @@ def test_what_no_version_sampled_is_refused(buffer: Buffer, peers: Direct):
 
 def test_a_completion_of_a_version_that_is_not_published_yet_is_refused(buffer: Buffer):
     whole = group(0, version=9)
-    newer = msgspec.structs.replace(whole.completions[1], version=10)
-    mixed = msgspec.structs.replace(whole, completions=[whole.completions[0], newer])
+    newer = msgspec.structs.replace(whole.completions[1], versions=[10])
+    digests = whole.digests | {10: digest_of(10)}
+    mixed = msgspec.structs.replace(whole, completions=[whole.completions[0], newer], digests=digests)
     assert buffer.put(mixed) == "unknown"
     assert buffer.put(whole) == "accepted"
+
+
+def test_a_group_of_several_versions_is_attested_for_each_and_as_stale_as_its_oldest_token(buffer: Buffer):
+    """Its completions went on under a new version in flight."""
+
+    def mixed(id: int, digests: dict[int, str]) -> Group:
+        whole = group(id, version=7)
+        long = {"ids": [1, 2, 3], "logprobs": [-1.0, -1.0, -1.0], "versions": [7, 8, 8]}
+        first = msgspec.structs.replace(whole.completions[0], **long)
+        return msgspec.structs.replace(whole, completions=[first, whole.completions[1]], digests=digests)
+
+    right = {7: digest_of(7), 8: digest_of(8)}
+    assert mixed(0, right).version == 7
+    assert buffer.put(mixed(0, right)) == "accepted"
+    assert buffer.put(mixed(1, right | {8: digest_of(7)})) == "unknown"
+    assert buffer.put(mixed(1, right | {7: "another adapter's"})) == "unknown"
+    assert buffer.put(mixed(1, {7: digest_of(7)})) == "malformed"
+    assert buffer.put(mixed(1, right | {9: digest_of(9)})) == "malformed"
+    assert take(buffer, 1, version=10) == []
+    assert buffer.record.dropped["stale"] == 1
+    assert buffer.put(mixed(1, right)) == "stale"
 
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -154,8 +177,11 @@ NAN, INFINITY = float("nan"), float("inf")
         {"ids": [-1]},
         {"ids": [2**31]},
         {"ids": [2**70]},
-        {"version": -1},
-        {"version": 2**70},
+        {"versions": [-1]},
+        {"versions": [2**70]},
+        {"versions": []},
+        {"ids": [1, 2], "logprobs": [-1.0, -1.0], "versions": [0]},
+        {"ids": [1, 2], "logprobs": [-1.0, -1.0], "versions": [1, 0]},
         {"finish_reason": "tired"},
     ],
 )

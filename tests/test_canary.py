@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from rolecall.actors.canary import CANARY, TOLERANCE, Canary, Quarantined, attest, canary_tokens
-from rolecall.actors.engines import Request, Sampling
+from rolecall.actors.engines import Request, Sampling, generate
 from rolecall.actors.engines.transformers import TransformersEngine
 from rolecall.actors.learner import Learner
 from rolecall.actors.losses import GRPOLoss
@@ -19,6 +19,7 @@ from rolecall.actors.model import load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.store import PolicyStore, Store, StoreError
+from safetensors.torch import load_file, save_file
 
 
 def sampled(engine: TransformersEngine) -> Group:
@@ -26,15 +27,15 @@ def sampled(engine: TransformersEngine) -> Group:
     [problem] = held_out(1)
     prompt = Prompt(id=0, text=problem.text, answer="")
     ids = engine.encode(problem.text)
-    samples = engine.generate([Request(ids, seed) for seed in range(8)], Sampling(max_tokens=16))
+    samples = generate(engine, [Request(ids, seed) for seed in range(8)], Sampling(max_tokens=16))
     completions = [
         Completion(
-            ids=sample.ids, logprobs=sample.logprobs, version=engine.version, reward=float(place % 2),
+            ids=sample.ids, logprobs=sample.logprobs, versions=sample.versions, reward=float(place % 2),
             finish_reason=sample.finish_reason, text=sample.text,
         )
         for place, sample in enumerate(samples)
     ]  # fmt: skip
-    return Group(prompt=prompt, prompt_ids=ids, completions=completions, digest=engine.digest, worker="w")
+    return Group(prompt=prompt, prompt_ids=ids, completions=completions, digests={}, worker="w")
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +104,22 @@ class ServesTheBase(TransformersEngine):
     """As a server that does not know an adapter's name, and answers all the same."""
 
     def load(self, version: int, digest: str, folder: Path) -> None:
-        self.version, self.digest = version, digest
+        super().load(version, digest, base_adapter(folder))
+
+
+def base_adapter(folder: Path) -> Path:
+    """The same adapter, but that it changes nothing."""
+    nothing = folder.parent / f"{folder.name}-nothing"
+    shutil.copytree(folder, nothing, dirs_exist_ok=True)
+    tensors = load_file(nothing / "adapter_model.safetensors")
+    save_file({name: tensor * 0 for name, tensor in tensors.items()}, nothing / "adapter_model.safetensors")
+    return nothing
 
 
 def test_the_base_under_an_adapter_s_name_is_found_out(store: PolicyStore):
     lying = ServesTheBase(load_model("tiny", device="cpu", dtype="float32"), load_tokenizer("tiny"))
     folder = load(lying, store, 2)
-    assert lying.digest == store.policy(2).digest  # which it names on every group
+    assert lying.version == 2  # which it names on every token
     with pytest.raises(Quarantined, match=r"worker far/w can't prove that it samples version 2: .* differ"):
         attest(lying, folder, "far/w")
 

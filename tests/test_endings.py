@@ -14,6 +14,7 @@ from rolecall.runtime.actor import Down
 from rolecall.runtime.control import DeadLetter, FromActor
 from rolecall.runtime.mailbox import Incoming, Mailbox
 from rolecall.runtime.page import Page
+from rolecall.runtime.peer import Answers
 from rolecall.runtime.process import Life, Spec
 from rolecall.runtime.wire import Header, Kind, encode_body
 
@@ -126,6 +127,7 @@ class Support:
         self.deadline = float("inf")
         self.stopping = self.again = False
         self.downs: deque[Down] = deque()
+        self.answers = Answers()
         self.dead_letters: list[tuple[str, str, str]] = []
 
     def instant(self) -> None:

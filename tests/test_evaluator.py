@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rolecall import Finished, Unrecoverable
+from rolecall.actors.canary import Quarantined
 from rolecall.actors.engines import Request, Sample, Sampling
 from rolecall.actors.evaluator import Evaluator, accuracy_function
 from rolecall.actors.tiny import problems
@@ -15,7 +17,7 @@ from rolecall.actors.types import Prompt
 from rolecall.recipes import async_grpo, sync_grpo
 from rolecall.runtime.store import PolicyStore, Store
 
-from .fakes import FakeEngine, FakeEvaluator, begin
+from .fakes import FakeEngine, FakeEvaluator, begin, fake_version
 
 PROBLEMS = 4
 
@@ -29,7 +31,7 @@ def store(tmp_path: Path) -> PolicyStore:
 
 def publish(store: PolicyStore, version: int, *, step: int | None = None, final: bool = False) -> None:
     step = version if step is None else step
-    store.publish({"adapter.bin": bytes([version + 1])}, version=version, step=step, epoch=1, final=final)
+    store.publish(fake_version(bytes([version + 1])), version=version, step=step, epoch=1, final=final)
 
 
 def started(folder: Path, cls: type[Evaluator] = FakeEvaluator, **changes: Any) -> Evaluator:
@@ -104,15 +106,19 @@ class Engine(FakeEngine):
         super().__init__()
         self.samplings: list[Sampling] = []
 
-    def generate(self, requests: Any, sampling: Sampling) -> list[Sample]:
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         self.samplings.append(sampling)
-        known = self.knows if sampling.temperature else 1
-        rows = zip(requests, problems.held_out(PROBLEMS), strict=True)
-        return [self._answer(request, kept, at < known) for at, (request, kept) in enumerate(rows)]
+        self._known = self.knows if sampling.temperature else 1
+        return super().add(requests, sampling)
 
-    def _answer(self, request: Request, kept: problems.Problem, knows: bool) -> Sample:
-        assert request.prompt_ids == self.encode(kept.text)
-        return Sample([1], [-1.0], "stop", kept.worked if knows else "####")
+    def _sample(self, request: Request) -> Sample:
+        [place] = [
+            at
+            for at, kept in enumerate(problems.held_out(PROBLEMS))
+            if request.prompt_ids == self.encode(kept.text)
+        ]
+        worked = problems.held_out(PROBLEMS)[place].worked
+        return Sample([1], [-1.0], [self.version], "stop", worked if place < self._known else "####")
 
 
 class KnowingEvaluator(FakeEvaluator):
@@ -131,7 +137,25 @@ def test_accuracy_at_the_runs_temperature_and_greedy(tmp_path: Path, store: Poli
         Sampling(temperature=0.7, max_tokens=9),
         Sampling(temperature=0.0, max_tokens=9),
     ]
-    assert (engine.version, engine.digest) == (0, store.policy(0).digest)
+    assert engine.version == 0
+
+
+class ServesAnother(FakeEngine):
+    def load(self, version: int, digest: str, folder: Path) -> None:
+        super().load(version, digest, folder)
+        self._weights += b" of another"
+
+
+class LyingEvaluator(FakeEvaluator):
+    def _load_engine(self) -> FakeEngine:
+        return ServesAnother()
+
+
+def test_no_other_weights_are_measured_under_a_versions_name(tmp_path: Path, store: PolicyStore):
+    publish(store, 0)
+    with pytest.raises(Quarantined, match="evaluator can't prove that it samples version 0"):
+        started(tmp_path, LyingEvaluator).step()
+    assert lines(tmp_path) == []
 
 
 def test_accuracy_counts_what_its_own_function_calls_right(tmp_path: Path, store: PolicyStore):

@@ -65,7 +65,7 @@ def groups(
                 Completion(
                     ids=ids,
                     logprobs=plain_logprobs(policy, prompt, ids).tolist(),
-                    version=version,
+                    versions=[version] * len(ids),
                     finish_reason="length" if place == 1 else "stop",
                     text="",
                     reward=float(place % 2),
@@ -76,7 +76,7 @@ def groups(
                 prompt=Prompt(id=number, text="", answer=""),
                 prompt_ids=prompt,
                 completions=completions,
-                digest="",
+                digests={},
                 worker="rollout-0",
             )
         )
@@ -86,6 +86,11 @@ def groups(
 def change(group: Group, **changes) -> Group:
     """The group with these fields of every completion changed."""
     return replace(group, completions=[replace(c, **changes) for c in group.completions])
+
+
+def of_version(group: Group, version: int) -> Group:
+    completions = [replace(one, versions=[version] * len(one.ids)) for one in group.completions]
+    return replace(group, completions=completions)
 
 
 def poisoned(group: Group) -> Group:
@@ -199,7 +204,7 @@ def test_a_group_of_another_vocabulary_is_left_out_and_named(where: str, caplog)
 def test_on_policy_metrics() -> None:
     policy = learner()
     stir(policy)
-    batch_of = groups(policy, version=3) + [change(group, version=2) for group in groups(policy, seed=9)]
+    batch_of = groups(policy, version=3) + [of_version(group, 2) for group in groups(policy, seed=9)]
     batch_of[0] = change(batch_of[0], reward=1.0)
     lengths = [len(c.ids) for group in batch_of for c in group.completions]
     trained = sum(lengths) - sum(len(c.ids) for c in batch_of[0].completions)
@@ -229,7 +234,7 @@ def test_on_policy_metrics() -> None:
 def test_only_groups_of_this_version_count_as_fresh() -> None:
     policy = learner()
     fresh = groups(policy, count=2, version=3)
-    stale = [change(group, version=2) for group in groups(policy, count=2, seed=9)]
+    stale = [of_version(group, 2) for group in groups(policy, count=2, seed=9)]
     stale = [
         replace(g, completions=[replace(c, logprobs=[lp - 0.1 for lp in c.logprobs]) for c in g.completions])
         for g in stale

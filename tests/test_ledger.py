@@ -23,13 +23,17 @@ from .fakes import Direct, Published, begin, group, ref
 
 @dataclass
 class Worker:
-    """A rollout worker as its peers see it. holding: sampled groups it has yet to put."""
+    """A rollout worker as its peers see it. holding: sampled groups it has yet to put, with their leases."""
 
     name: str
     incarnation: int = 1
     leased: int = 0
-    delivered: list[int] = field(default_factory=list)
-    holding: list[Group] = field(default_factory=list)
+    delivered: dict[int, int] = field(default_factory=dict)
+    holding: list[tuple[Group, int]] = field(default_factory=list)
+
+    @property
+    def held(self) -> dict[int, int]:
+        return {one.id: lease for one, lease in self.holding}
 
 
 class Ring(RuleBasedStateMachine):
@@ -103,24 +107,38 @@ class Ring(RuleBasedStateMachine):
 
     def lease(self, worker: Worker, count: int, wait: bool, answers_lost: int = 0) -> bool:
         """Ask for prompts, once more for each lost answer; whether it has something to put now."""
-        if worker.holding:
+        if len(worker.holding) >= 4:
             return True
-        request = (worker.name, worker.incarnation, worker.leased, worker.delivered, count, wait)
+        delivered = dict(worker.delivered)
+        request = (worker.name, worker.incarnation, worker.leased, worker.held, delivered, count, wait)
         try:
             for _ in range(answers_lost):
                 self.prompts.next(*request)
                 self.start_prompts()
             lease = self.prompts.next(*request)
         except NotYet:
-            return False
+            return bool(worker.holding)
         assert len(lease.prompts) <= count
         assert lease.finished == (self.prompts.ledger.step >= self.steps)
-        worker.leased, worker.delivered = lease.number, []
-        worker.holding = [
-            group(prompt.id, lease.version, worker=f"{worker.name}.{worker.incarnation}.{lease.number}")
-            for prompt in lease.prompts
+        worker.leased, worker.delivered = lease.number, {}
+        name = f"{worker.name}.{worker.incarnation}.{lease.number}"
+        worker.holding += [
+            (group(prompt.id, lease.version, worker=name), lease.number) for prompt in lease.prompts
         ]
-        return bool(lease.prompts)
+        return bool(worker.holding)
+
+    @rule(at=st.integers(0, 2), heard=st.booleans())
+    def hold(self, at: int, heard: bool) -> None:
+        worker = self.workers[at % len(self.workers)]
+        self.prompts.hold(worker.name, worker.incarnation, worker.leased, worker.held, worker.delivered)
+        if heard:
+            worker.delivered = {}
+
+    @rule(at=st.integers(0, 2))
+    def leave(self, at: int) -> None:
+        worker = self.workers[at % len(self.workers)]
+        self.prompts.leave(worker.name, worker.incarnation, worker.delivered)
+        self.die(at)
 
     @rule(at=st.integers(0, 2), times=st.integers(1, 2))
     def put_a_group(self, at: int, times: int) -> None:
@@ -130,7 +148,7 @@ class Ring(RuleBasedStateMachine):
 
     def put(self, worker: Worker, times: int = 1) -> bool:
         """Put a group, and once more if the answer was lost; whether the buffer had an answer."""
-        first, answer = worker.holding[0], ""
+        (first, lease), answer = worker.holding[0], ""
         for _ in range(times):
             try:
                 answer = self.buffer.put(first)
@@ -141,7 +159,7 @@ class Ring(RuleBasedStateMachine):
                 self.refused[answer] += 1
         worker.holding.pop(0)
         if answer in ("accepted", "duplicate"):
-            worker.delivered.append(first.id)
+            worker.delivered[first.id] = lease
         return True
 
     @rule(at=st.integers(0, 2), count=st.integers(1, 4))
@@ -164,13 +182,13 @@ class Ring(RuleBasedStateMachine):
     @rule(at=st.integers(0, 2))
     def put_what_no_version_sampled(self, at: int) -> None:
         worker = self.workers[at % len(self.workers)]
-        if worker.holding and self.buffer._find(worker.holding[0].id) is None:
-            first = worker.holding.pop(0)
+        if worker.holding and self.buffer._find(worker.holding[0][0].id) is None:
+            first, lease = worker.holding.pop(0)
             answer = self.buffer.put(group(first.id, first.version, digest="another adapter's"))
             assert answer in ("unknown", "stale", "duplicate")
             self.refused[answer] += 1
             if answer == "duplicate":
-                worker.delivered.append(first.id)
+                worker.delivered[first.id] = lease
 
     @rule(at=st.integers(0, 2))
     def die(self, at: int) -> None:
@@ -275,7 +293,7 @@ class Ring(RuleBasedStateMachine):
         assert trained == list(range(self.steps * self.batch))
         for worker in self.workers:
             lease = self.prompts.next(
-                worker.name, worker.incarnation, worker.leased, worker.delivered, 1, True
+                worker.name, worker.incarnation, worker.leased, worker.held, worker.delivered, 1, True
             )
             assert lease.finished
 

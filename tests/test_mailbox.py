@@ -12,6 +12,7 @@ from rolecall import Actor, NotYet, idempotent
 from rolecall.runtime.actor import Down
 from rolecall.runtime.mailbox import Incoming, Mailbox
 from rolecall.runtime.page import ASIDE, Page
+from rolecall.runtime.peer import Answers
 from rolecall.runtime.process import Life, Spec
 from rolecall.runtime.wire import Header, Kind, encode_body
 
@@ -106,6 +107,7 @@ class Support:
         self.deadline = float("inf")
         self.stopping = self.again = False
         self.downs: deque[Down] = deque()
+        self.answers = Answers()
         self.dead_letters: list[tuple[str, str, str]] = []
         self.seq, self.time, self.most = 0, 100.0, 0
 

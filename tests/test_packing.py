@@ -18,7 +18,7 @@ def group(number: int, prompt: list[int], answers: Sequence[list[int]], reasons:
         Completion(
             ids=ids,
             logprobs=[-number - i - t / 100 for t in range(len(ids))],
-            version=0,
+            versions=[0] * len(ids),
             finish_reason=reasons[i] if reasons else "stop",
             text="",
         )
@@ -28,7 +28,7 @@ def group(number: int, prompt: list[int], answers: Sequence[list[int]], reasons:
         prompt=Prompt(id=number, text="", answer=""),
         prompt_ids=prompt,
         completions=completions,
-        digest="",
+        digests={},
         worker="rollout-0",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,15 @@ def ask(
     *,
     after: Lease | None = None,
     delivered: list[int] | None = None,
+    holding: Sequence[int] = (),
     count: int = 2,
     wait: bool = False,
     incarnation: int = 1,
 ) -> Lease:
     """One `next`; without word on them, all groups of the lease before count as delivered."""
-    ids = ids_of(after) if after and delivered is None else delivered or []
-    return source.next(worker, incarnation, after.number if after else 0, ids, count, wait)
+    number, ids = (after.number, ids_of(after)) if after else (0, [])
+    told = dict.fromkeys(ids if delivered is None else delivered, number)
+    return source.next(worker, incarnation, number, dict.fromkeys(holding, number), told, count, wait)
 
 
 def ids_of(lease: Lease) -> list[int]:
@@ -139,6 +142,74 @@ def test_word_of_an_older_lease_settles_nothing_of_a_newer_one(source: PromptSou
     assert ids_of(lost) == ids_of(again) == [0]
 
 
+def test_what_is_held_is_not_lent_again_however_often_more_is_asked_for(source: PromptSource):
+    first = ask(source, count=3)
+    second = ask(source, after=first, delivered=[1], holding=[0, 2], count=9)
+    assert ids_of(second) == [3]
+    word = ({0: first.number, 3: second.number}, {2: first.number})
+    source.hold("w", 1, second.number, *word)
+    assert source.ledger.loans.keys() == {0, 3}
+    assert ids_of(ask(source, "other", count=9)) == []
+    source.hold("w", 1, second.number, {3: second.number}, {})  # 0 was refused
+    assert ids_of(ask(source, "other", count=9)) == [0]
+
+
+def test_who_leaves_gives_back_what_is_on_its_way_to_him_too(source: PromptSource):
+    first = ask(source, count=2)
+    ask(source, after=first, holding=[1], delivered=[0], count=1)
+    source.leave("w", 1, {0: first.number})
+    assert not source.ledger.loans
+    assert ids_of(ask(source, after=first, holding=[1], delivered=[], count=9, wait=True)) == []
+    assert ids_of(ask(source, "other", count=9)) == [1, 2, 3]
+    assert ids_of(ask(source, incarnation=2, count=9)) == []
+
+
+def test_word_that_crosses_a_lease_on_its_way_does_not_take_it_back(source: PromptSource):
+    first = ask(source)
+    second = ask(source, after=first)
+    source.hold("w", 1, first.number, {}, {})
+    assert source.ledger.loans.keys() == set(ids_of(second))
+
+
+def test_what_is_held_from_an_older_lease_is_not_what_is_lent_now(source: PromptSource):
+    """Group 0 was dropped, and is lent to the same worker again, by an answer that is lost."""
+    first = ask(source, count=1)
+    source.give_back([0])
+    ask(source, after=first, holding=[0], delivered=[], count=1)
+    assert ids_of(ask(source, after=first, holding=[0], delivered=[], count=1)) == [0]
+
+
+def test_an_older_word_of_a_worker_changes_nothing(source: PromptSource):
+    first = ask(source)
+    second = ask(source, after=first)
+    late = ask(source, count=2)  # the first request, doubled on its way
+    assert ids_of(late) == [] and late.number == 0
+    source.hold("w", 0, second.number, {}, {})
+    source.leave("w", 0, {})
+    assert source.ledger.loans.keys() == set(ids_of(second))
+
+
+def test_a_worker_that_says_so_keeps_its_prompts_for_as_long_as_it_likes(source: PromptSource, clock: Clock):
+    lease = ask(source, "slow")
+    assert lease.hold_s < 600.0 / 2
+    for _ in range(20):
+        clock.now += lease.hold_s
+        source.hold("slow", 1, lease.number, dict.fromkeys(ids_of(lease), lease.number), {})
+        source.step()
+    assert source.ledger.loans.keys() == {0, 1} and not source.ledger.returned
+
+
+def test_a_word_that_waits_here_renews_nothing(source: PromptSource, clock: Clock):
+    """Its worker may be dead by now."""
+    lease = ask(source, "vanished", count=4)
+    for _ in range(3):
+        clock.now += 250.0
+        with pytest.raises(NotYet):
+            ask(source, "vanished", after=lease, holding=ids_of(lease), delivered=[], wait=True)
+        source.step()
+    assert ids_of(ask(source, "other", count=9)) == [0, 1, 2, 3]
+
+
 def test_a_dropped_group_is_sampled_again(source: PromptSource):
     first = ask(source)
     second = ask(source, after=first)
@@ -157,7 +228,7 @@ def test_giving_back_twice_is_giving_back_once(source: PromptSource):
     ask(source, after=first, count=0)
     source.give_back([0])
     source.give_back([0])
-    assert ids_of(ask(source, count=9)) == [0, 2, 3]
+    assert ids_of(ask(source, "other", count=9)) == [0, 2, 3]
 
 
 @pytest.mark.parametrize("count", [-5, -1])

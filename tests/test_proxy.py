@@ -192,11 +192,25 @@ def test_a_body_that_is_not_the_handlers_arguments(
 
 @pytest.mark.parametrize(
     ("changed", "complaint"),
-    [({"count": -5}, "$.count"), ({"count": 4097}, "$.count"), ({"incarnation": 2**64}, "$.incarnation")],
+    [
+        ({"count": -5}, "$.count"),
+        ({"count": 4097}, "$.count"),
+        ({"incarnation": 2**64}, "$.incarnation"),
+        ({"holding": {"-1": 1}}, "$.holding"),
+        ({"delivered": {"1": 2**63}}, "$.delivered"),
+    ],
 )
 def test_numbers_out_of_their_bounds(actor: Answering, changed: dict[str, int], complaint: str):
     client = Client(("prompts", PromptSource))
-    body = {"worker": "w", "incarnation": 1, "lease": 0, "delivered": [], "count": 2, "wait": False}
+    body = {
+        "worker": "w",
+        "incarnation": 1,
+        "lease": 0,
+        "holding": {},
+        "delivered": {},
+        "count": 2,
+        "wait": False,
+    }
     response = client.post("/v1/prompts", json=body | changed)
     assert response.status_code == 422
     assert complaint in response.json()["error"]

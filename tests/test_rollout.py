@@ -12,7 +12,8 @@ import pytest
 from rolecall import Finished, Ref, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.canary import Quarantined
-from rolecall.actors.engines import Sampling
+from rolecall.actors.engines import Sampled, Sampling
+from rolecall.actors.prefetch import Prefetch
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward, exact_match
 from rolecall.actors.rollout import RolloutWorker
@@ -57,7 +58,7 @@ class Peers(Direct):
         to: Ref[Buffer] | None = ref("buffer") if sink else None
         made = FakeRollout(
             model="fake", sampling=Sampling(max_tokens=4), group_size=GROUP_SIZE, lease=lease, seed=5,
-            prompts=ref("prompts"), reward=ref("reward"), weights=Store(), sink=to,
+            prompts=ref("prompts"), reward=ref("reward"), weights=Store(), sink=to, max_staleness=2,
         )  # fmt: skip
         begin(made, self.folder, name, incarnation=incarnation, node=node)
         return made
@@ -78,32 +79,109 @@ def sync_peers(tmp_path: Path) -> Iterator[Peers]:
     bind_transport(None)
 
 
+def work(worker: FakeRollout, steps: int = 4) -> None:
+    """Let it go on until it waits for others, who answer at once here: at most so many steps."""
+    for _ in range(steps):
+        worker.step()
+
+
 def test_one_round_is_lease_sample_score_put(peers: Peers):
     worker = peers.worker(sink=True, lease=3, node="far")
-    assert worker.step() == 0.0
+    worker.step()
+    assert peers.prompts.ledger.loans.keys() == {0, 1, 2}  # asked for, while there is nothing to sample
+    worker.step()
+    assert peers.delivered() == []
+    worker.step()
     groups = peers.delivered()
     assert [group.id for group in groups] == [0, 1, 2]
     published = peers.store.policy(0)
     for group in groups:
         assert group.prompt_ids == list(group.prompt.text.encode())
-        assert (group.version, group.digest, group.worker) == (0, published.digest, "far/rollout")
+        assert (group.version, group.digests, group.worker) == (0, {0: published.digest}, "far/rollout")
         assert len(group.completions) == GROUP_SIZE
         for completion in group.completions:
             assert completion.reward == exact_match(group.prompt, completion.text)
-            assert len(completion.ids) == len(completion.logprobs)
-    assert peers.prompts.ledger.loans.keys() == {0, 1, 2}
-    worker.step()  # asking again says that they were delivered
-    assert peers.prompts.ledger.loans.keys() == {3, 4, 5}
+            assert len(completion.ids) == len(completion.logprobs) == len(completion.versions)
+    worker.step()  # asking again has said that they were delivered
+    assert not {0, 1, 2} & peers.prompts.ledger.loans.keys()
     assert peers.prompts.ledger.returned == []
+
+
+class Slow(FakeEngine):
+    """One completion a step, the shortest prompts' first; a version's go on under it after a swap."""
+
+    def step(self) -> list[Sampled]:
+        first, self._under_way = self._under_way[:1], self._under_way[1:]
+        return first
+
+
+def test_prompts_join_and_groups_leave_while_others_are_sampled(peers: Peers):
+    worker = peers.worker(sink=True, lease=2)
+    worker.engine = Slow()
+    running = []
+    while len(peers.delivered()) < 2 * BATCH:
+        worker.step()
+        running.append(worker.engine.running)
+    first = next(at for at, count in enumerate(running) if count)
+    # Room for two prompts, of which one is always half-way when the other is done: it never runs empty.
+    assert min(running[first : -2 * GROUP_SIZE]) >= GROUP_SIZE - 1
+    assert max(running) == 2 * GROUP_SIZE - 1
+
+
+def test_a_completion_ends_under_the_version_it_began_with(peers: Peers):
+    worker = peers.worker(sink=True, lease=2)
+    worker.engine = Slow()
+    for _ in range(3):
+        worker.step()
+    peers.publish(1, step=1)
+    work(worker, 30)
+    versions = {group.id: group.version for group in peers.delivered()}
+    assert versions[0] == versions[1] == 0
+    assert set(versions.values()) == {0, 1}
+    for group in peers.delivered():
+        assert group.digests == {group.version: peers.store.policy(group.version).digest}
 
 
 def test_it_samples_with_the_newest_version(peers: Peers):
     worker = peers.worker(sink=True)
-    worker.step()
+    work(worker, 3)
     peers.publish(1, step=1)
+    work(worker)
+    assert [group.version for group in peers.delivered()][:BATCH] == [0] * BATCH
+    assert peers.delivered()[-1].version == 1
+    assert peers.delivered()[-1].digests == {1: peers.store.policy(1).digest}
+
+
+def test_a_prompt_that_asks_for_a_version_waits_until_it_is_here(peers: Peers):
+    """The bucket is slow: what runs goes on, and what must be newer waits."""
+    worker = peers.worker(sink=True, lease=1)
+    worker.engine = Slow()
     worker.step()
-    assert [group.version for group in peers.delivered()] == [0] * BATCH + [1] * BATCH
-    assert peers.delivered()[-1].digest == peers.store.policy(1).digest
+    worker.step()
+    worker.prefetch = prefetch = Prefetch(peers.store)  # a thread that has not been started
+    peers.publish(1, step=1)
+    while worker.engine.running:
+        worker.step()
+        assert worker.version == 0
+    prefetch.look()
+    work(worker, 2)
+    assert worker.version == 1
+
+
+def test_it_says_what_it_holds_for_as_long_as_it_does(peers: Peers):
+    worker = peers.worker(sink=True, lease=1)
+    worker.engine = Slow()
+    worker.step()
+    worker.step()
+    [loan] = peers.prompts.ledger.loans.values()
+    loan.since = 0.0
+    worker.step()
+    assert loan.since == 0.0  # nothing to say yet
+    worker._hold_at = 0.0
+    worker.step()
+    assert loan.since > 0.0
+    worker.on_stop()
+    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned[0] == 0
 
 
 class Stale(FakeEngine):
@@ -118,17 +196,17 @@ class Stale(FakeEngine):
 def test_no_group_leaves_a_worker_that_samples_something_else_than_it_says(peers: Peers):
     worker = peers.worker(sink=True)
     worker.engine = Stale()
-    worker.step()
+    work(worker, 3)
     peers.publish(1, step=1)
     says = r"worker rollout can't prove that it samples version 1: [34] of the canary's 4 log-probs differ"
     for _ in range(2):  # and it does not get through by trying again
         with pytest.raises(Quarantined, match=says):
-            worker.step()
-    assert [group.version for group in peers.delivered()] == [0] * BATCH
-    restarted = peers.worker(sink=True, incarnation=2)
-    restarted.step()
-    assert [group.version for group in peers.delivered()] == [0] * BATCH + [1] * BATCH
-    assert peers.buffer.record.dropped == {}
+            work(worker)
+    sampled_before = [group.version for group in peers.delivered()]
+    assert set(sampled_before) == {0}
+    work(peers.worker(sink=True, incarnation=2))
+    assert [group.version for group in peers.delivered()][len(sampled_before) :] == [1] * BATCH
+    assert peers.buffer.record.dropped == {"duplicate": BATCH}  # of which it died before it could say so
 
 
 def test_a_version_without_a_canary_is_not_sampled(peers: Peers):
@@ -136,7 +214,7 @@ def test_a_version_without_a_canary_is_not_sampled(peers: Peers):
     peers.store.publish(files, version=1, step=1, epoch=peers.epoch)
     peers.prompts.advance(1, 1)
     with pytest.raises(Quarantined, match=r"version 1: its canary\.json cannot be read"):
-        peers.worker(sink=True).step()
+        work(peers.worker(sink=True))
     assert peers.delivered() == []
 
 
@@ -206,7 +284,7 @@ def test_an_engine_has_room_for_the_versions_in_use(max_staleness: int, max_lora
 
 def test_every_completion_has_a_seed_of_its_own_for_ever(peers: Peers):
     worker = peers.worker(sink=True)
-    worker.step()
+    work(worker, 2)
     engine = worker.engine
     assert isinstance(engine, FakeEngine)
     assert len(set(engine.seeds)) == BATCH * GROUP_SIZE
@@ -219,25 +297,26 @@ def test_every_completion_has_a_seed_of_its_own_for_ever(peers: Peers):
 def test_a_refused_group_is_lent_again(peers: Peers):
     worker = peers.worker(sink=True)
     worker.step()
-    peers.publish(1, step=1)
-    peers.publish(2, step=2)
-    worker.engine.digest = "of another adapter"
-    worker.engine.version = worker.version = 2  # so that it does not load the right one
+    worker.step()
+    worker._digests[0] = "of another adapter"
     worker.step()
     assert peers.buffer.record.dropped == {"unknown": BATCH}
-    worker.version = 0
-    worker.step()
-    assert [group.id for group in peers.delivered()] == list(range(2 * BATCH))
+    worker._digests[0] = peers.store.policy(0).digest
+    work(worker)
+    assert [group.id for group in peers.delivered()] == list(range(3 * BATCH))
 
 
 def test_a_duplicate_is_not_sampled_for_ever(peers: Peers):
-    peers.worker(sink=True).step()
+    worker = peers.worker(sink=True)
+    work(worker, 2)
+    worker._lease_more = lambda: None
+    worker.step()
     restarted = peers.worker(sink=True, incarnation=2)  # it died before it could say what was delivered
     peers.publish(1, step=0)
-    restarted.step()
+    work(restarted, 3)
     assert peers.buffer.record.dropped == {"duplicate": BATCH}
-    restarted.step()
-    assert [group.id for group in peers.delivered()] == list(range(2 * BATCH))
+    work(restarted)
+    assert [group.id for group in peers.delivered()] == list(range(3 * BATCH))
 
 
 def test_a_death_at_any_message_loses_nothing(peers: Peers):
@@ -261,12 +340,12 @@ def test_a_death_at_any_message_loses_nothing(peers: Peers):
     for number in range(1, 12):
         die_at(number)
         try:
-            worker.step()
+            work(worker, 5)
         except Died:
             incarnation += 1
             worker = peers.worker(sink=True, incarnation=incarnation)
     die_at(0)
-    worker.step()
+    work(worker)
     ids = [group.id for group in peers.delivered()]
     on_loan = {*peers.prompts.ledger.loans, *peers.prompts.ledger.returned}
     assert incarnation > 9
@@ -278,7 +357,7 @@ def test_it_finishes_with_the_run(peers: Peers):
     worker = peers.worker(sink=True)
     peers.publish(1, step=STEPS)
     with pytest.raises(Finished):
-        worker.step()
+        work(worker)
 
 
 def test_a_broken_reward_ends_the_run(peers: Peers):
@@ -287,7 +366,7 @@ def test_a_broken_reward_ends_the_run(peers: Peers):
 
     peers.reward.fn = broken
     with pytest.raises(Unrecoverable, match="reward function broken gave nan"):
-        peers.worker(sink=True).step()
+        work(peers.worker(sink=True))
 
 
 def test_without_a_sink_it_waits_to_be_taken_from(sync_peers: Peers):

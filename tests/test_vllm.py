@@ -1,6 +1,6 @@
 """VllmEngine against a plain transformers and peft forward of the very same tokens, and the main job with it.
 
-One engine goes through everything (tests/vllm_engine.py, in vLLM's own environment); each test looks at a part.
+One process goes through everything (tests/vllm_engine.py, in vLLM's own environment); each test looks at a part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from peft import LoraConfig
 from rolecall.actors.canary import CANARY, Canary, canary_tokens
-from rolecall.actors.engines import Request, Sample, Sampling, load_engine
+from rolecall.actors.engines import Request, Sample, Sampling, generate, load_engine
 from rolecall.actors.engines.vllm_start import check_vllm
 from rolecall.actors.model import adapter_files, load_tokenizer, wrap_lora
 from rolecall.runtime.errors import Unrecoverable
@@ -65,7 +65,7 @@ def adapter_of_the_head(folder: Path) -> Path:
 def with_canary(folder: Path) -> Path:
     """The adapter's log-probs of a run's canary, by peft."""
     prompt_ids, ids = canary_tokens(load_tokenizer("tiny"), 0)
-    logprobs = reference("tiny", folder, Request(prompt_ids, 0), Sample(ids, [], "length", ""), 1.0)
+    logprobs = reference("tiny", folder, Request(prompt_ids, 0), Sample(ids, [], [], "length", ""), 1.0)
     canary = Canary(prompt_ids=prompt_ids, ids=ids, logprobs=logprobs, dtype="float32")
     (folder / CANARY).write_bytes(msgspec.json.encode(canary))
     return folder
@@ -98,15 +98,30 @@ def seen(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def differences(samples: list[dict[str, Any]], folders: dict[str, Path]) -> list[float]:
-    """The largest difference from peft's log-probs in each sample, under the adapter that its digest names."""
+    """The largest difference from peft's log-probs in each sample, each token under the adapter it is stamped with."""
     found = []
     for told in samples:
-        request = Request(told["prompt_ids"], 0)
-        sample = Sample(told["ids"], told["logprobs"], told["finish_reason"], told["text"])
-        temperature = told["temperature"] or 1.0
-        expected = reference("tiny", folders[told["digest"]], request, sample, temperature)
+        request, temperature = Request(told["prompt_ids"], 0), told["temperature"] or 1.0
+        sample = Sample(told["ids"], told["logprobs"], told["versions"], told["finish_reason"], told["text"])
+        assert len(sample.ids) == len(sample.logprobs) == len(sample.versions)
+        by_peft = {
+            name: reference("tiny", folders[name], request, sample, temperature)
+            for name in set(told["adapters"])
+        }
+        expected = [by_peft[name][place] for place, name in enumerate(told["adapters"])]
         found.append(max(abs(one - other) for one, other in zip(sample.logprobs, expected, strict=True)))
     return found
+
+
+def well_ended(samples: list[dict[str, Any]], most: int) -> None:
+    tokenizer = load_tokenizer("tiny")
+    for told in samples:
+        stopped = told["finish_reason"] == "stop"
+        assert stopped or told["finish_reason"] == "length"
+        assert (told["ids"][-1] == 1) == stopped
+        assert 1 not in told["ids"][:-1]
+        assert len(told["ids"]) <= most if stopped else len(told["ids"]) == most
+        assert told["text"] == tokenizer.decode(told["ids"][: -1 if stopped else None])
 
 
 def same(ones: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -122,17 +137,15 @@ class TestEngine:
         self, seen: dict[str, Any], folders: dict[str, Path]
     ):
         samples = seen["swaps"]["samples"]
-        names = {1: "one", 2: "two", 3: "one"}
         assert len(samples) == 24
-        for version in names:
+        for version in (1, 2, 3):
             for temperature in (1.0, 0.7):
                 under = [
                     told
                     for told in samples
-                    if (told["version"], told["temperature"]) == (version, temperature)
+                    if (set(told["versions"]), told["temperature"]) == ({version}, temperature)
                 ]
                 assert len(under) == 4
-                assert {told["digest"] for told in under} == {names[version]}
                 assert max(differences(under, folders)) < CLOSE
         wrong = {"one": folders["two"], "two": folders["one"]}
         assert min(differences(samples, wrong)) > 10 * CLOSE  # so the check above can tell them apart
@@ -146,9 +159,8 @@ class TestEngine:
     ):
         more = seen["more"]
         assert more["most"] == 2 and more["versions"] == [13]
-        assert (
-            sorted(told["version"] for told in more["samples"]) == [10] * 4 + [11] * 4 + [12] * 4 + [13] * 4
-        )
+        under = [set(told["versions"]) for told in more["samples"]]
+        assert [under.count({version}) for version in (10, 11, 12, 13)] == [4, 4, 4, 4]
         assert max(differences(more["samples"], folders)) < CLOSE
 
     def test_a_seed_means_the_same_tokens_alone_or_in_any_batch(self, seen: dict[str, Any]):
@@ -172,21 +184,15 @@ class TestEngine:
     ):
         engine = engine_under("tiny", folders["one"])
         for told in seen["greedy"]:
-            [sample] = engine.generate(
-                [Request(told["prompt_ids"], 0)], Sampling(temperature=0, max_tokens=24)
+            [sample] = generate(
+                engine, [Request(told["prompt_ids"], 0)], Sampling(temperature=0, max_tokens=24)
             )
             assert told["ids"] == sample.ids and told["text"] == sample.text
             assert told["logprobs"] == pytest.approx(sample.logprobs, abs=CLOSE)
 
     def test_an_end_token_stops_and_the_limit_cuts_off(self, seen: dict[str, Any]):
-        tokenizer = load_tokenizer("tiny")
         assert {told["finish_reason"] for told in seen["many"]} == {"stop", "length"}
-        for told in seen["many"]:
-            stopped = told["finish_reason"] == "stop"
-            assert (told["ids"][-1] == 1) == stopped
-            assert 1 not in told["ids"][:-1]
-            assert stopped or len(told["ids"]) == 20
-            assert told["text"] == tokenizer.decode(told["ids"][: -1 if stopped else None])
+        well_ended(seen["many"], 20)
         assert seen["none"] == []
 
     @pytest.mark.parametrize(
@@ -229,7 +235,14 @@ class TestEngine:
         assert "no adapter is loaded" in seen["unloaded"]["says"]
 
     def test_what_can_never_be_sampled_is_unrecoverable(self, seen: dict[str, Any]):
-        words = ["no tokens", "more than the 512", "max_tokens 0", "temperature -1.0"]
+        words = [
+            "no tokens",
+            "more than the 512",
+            "max_tokens 0",
+            "temperature -1.0",
+            "temperature 0.001",
+            "choose 0.01 to 2.0",
+        ]
         for refusal, word in zip(seen["never"], words, strict=True):
             assert refusal["error"] == "Unrecoverable" and word in refusal["says"]
 
@@ -241,6 +254,75 @@ class TestEngine:
         for refusal in seen["breakdown"]:
             assert refusal["error"] == "AdapterError"
             assert "version 40 gives log-probs that are not finite" in refusal["says"]
+
+
+class TestInFlight:
+    pytestmark = in_its_environment
+
+    def test_each_token_is_of_the_version_it_is_stamped_with(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        samples = seen["in_flight"]["swaps"]["samples"]
+        assert len(samples) == 16 and {told["temperature"] for told in samples} == {1.0, 0.7}
+        assert max(differences(samples, folders)) < CLOSE
+        wrong = folders | {"one": folders["two"], "two": folders["one"]}
+        assert min(differences(samples, wrong)) > 10 * CLOSE
+        well_ended(samples, 24)
+
+    def test_a_swap_falls_between_two_tokens_of_all_that_run(self, seen: dict[str, Any]):
+        versions = [told["versions"] for told in seen["in_flight"]["swaps"]["samples"]]
+        begun = [stamps for stamps in versions if stamps[0] == 101]
+        assert len(begun) == 12  # there is room for no more
+        for stamps in begun:
+            assert stamps == ([101] * 3 + [102] * 3 + [103] * 3 + [105] * 15)[: len(stamps)]
+        assert max(map(len, begun)) > 9
+        assert all(stamps == sorted(stamps) for stamps in versions)
+
+    def test_no_version_is_kept_for_those_that_run(self, seen: dict[str, Any]):
+        assert seen["in_flight"]["swaps"]["versions"] == [[102], [103], [104]]
+        assert seen["in_flight"]["swaps"]["running"] == 0
+        assert seen["in_flight"]["canaries"]["versions"] == [109]
+
+    def test_what_has_not_begun_is_as_if_it_had_been_added_after_the_swap(self, seen: dict[str, Any]):
+        before, after = seen["in_flight"]["not_begun"]
+        same(before, after)
+        assert {version for told in before for version in told["versions"]} == {112}
+
+    def test_no_draw_comes_again_after_a_swap(self, seen: dict[str, Any]):
+        one, other = seen["in_flight"]["draws"]
+        assert (one[0], other[0]) == (100, 101)
+        assert len({*one, *other}) == 8
+
+    def test_the_last_token_may_be_another_version_s(self, seen: dict[str, Any], folders: dict[str, Path]):
+        left = seen["in_flight"]["ends"]["left"]
+        well_ended(left, 4)
+        assert len(left) == 4 and max(differences(left, folders)) < CLOSE
+        assert [105, 105, 105, 106] in [told["versions"] for told in left]
+
+    def test_what_has_finished_waits_for_the_next_step_as_it_is(self, seen: dict[str, Any]):
+        ends = seen["in_flight"]["ends"]
+        assert ends["running"] == [2, 2, 0]
+        assert [told["versions"] for told in ends["kept"]] == [[106], [106]]
+
+    def test_the_prompt_of_siblings_is_computed_once_more(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        siblings = seen["in_flight"]["siblings"]
+        assert len(siblings["samples"]) == 8
+        lengths = [len(told["prompt_ids"]) for told in siblings["samples"]]
+        assert {tuple(told["versions"][:3]) for told in siblings["samples"]} == {(109, 109, 111)}
+        assert siblings["prompt_tokens"] == sum(length + 2 for length in lengths)
+        assert siblings["cached_tokens"] >= sum(length // 32 * 32 for length in lengths[2:])
+        assert max(differences(siblings["samples"], folders)) < CLOSE
+
+    def test_each_version_proves_itself_while_others_go_on(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        canaries = seen["in_flight"]["canaries"]
+        assert [one["says"] for one in canaries["canaries"]] == ["", ""]
+        assert canaries["refused"]["error"] == "AdapterError"
+        assert len(canaries["samples"]) == 4 and max(differences(canaries["samples"], folders)) < CLOSE
+        assert {107, 108, 109} == {version for told in canaries["samples"] for version in told["versions"]}
 
 
 class TestMainJob:

@@ -1,4 +1,5 @@
-"""What tests/test_vllm.py looks at: one VllmEngine through all its situations, in the environment that has vLLM.
+"""What tests/test_vllm.py looks at: a VllmEngine through all its situations, and one that swaps in flight, in the
+environment that has vLLM.
 
 python tests/vllm_engine.py JOB.json RESULT.json
 
@@ -7,6 +8,7 @@ Tests can't run there, nor vLLM where they run: what it sampled goes over as JSO
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -17,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.actors.canary import Quarantined, attest
-from rolecall.actors.engines import Request, Sample, Sampled, Sampling
+from rolecall.actors.engines import Request, Sample, Sampling, generate
 from rolecall.actors.engines.vllm import VllmEngine
 from rolecall.actors.model import AdapterError
 from rolecall.actors.tiny.problems import held_out
 from rolecall.runtime.errors import Unrecoverable
 
 MAX_LORAS = 2
+ADAPTERS = {1: "one", 2: "two", 3: "one", 10: "one", 11: "head", 12: "one", 13: "two", 20: "one", 62: "one"}
+ADAPTERS |= {50: "one", 51: "two", 52: "one", 55: "one"}
+ADAPTERS |= {version: ("two", "one")[version % 2] for version in range(101, 116)} | {105: "head"}
 
 
 def error(function: Callable[[], Any]) -> dict[str, Any]:
@@ -35,12 +40,16 @@ def error(function: Callable[[], Any]) -> dict[str, Any]:
     return {"error": "", "says": ""}
 
 
+def swap(engine: VllmEngine, version: int, folders: dict[str, Path]) -> None:
+    engine.load(version, ADAPTERS[version], folders[ADAPTERS[version]])
+
+
 def group(engine: VllmEngine, prompts: int, size: int, seed: int = 100) -> list[Request]:
     ids = [engine.encode(problem.text) for problem in held_out(prompts) for _ in range(size)]
     return [Request(prompt, seed + place) for place, prompt in enumerate(ids)]
 
 
-def told(request: Request, sample: Sample, temperature: float, version: int, digest: str) -> dict[str, Any]:
+def told(request: Request, sample: Sample, temperature: float) -> dict[str, Any]:
     return {
         "prompt_ids": request.prompt_ids,
         "ids": sample.ids,
@@ -48,19 +57,16 @@ def told(request: Request, sample: Sample, temperature: float, version: int, dig
         "finish_reason": sample.finish_reason,
         "text": sample.text,
         "temperature": temperature,
-        "version": version,
-        "digest": digest,
+        "versions": sample.versions,
+        "adapters": [ADAPTERS[version] for version in sample.versions],
     }
 
 
 def sampled(
     engine: VllmEngine, requests: Sequence[Request], *, temperature: float = 1.0, most: int = 24
 ) -> list[dict[str, Any]]:
-    samples = engine.generate(requests, Sampling(temperature=temperature, max_tokens=most))
-    return [
-        told(request, sample, temperature, engine.version, engine.digest)
-        for request, sample in zip(requests, samples, strict=True)
-    ]
+    samples = generate(engine, requests, Sampling(temperature=temperature, max_tokens=most))
+    return [told(request, sample, temperature) for request, sample in zip(requests, samples, strict=True)]
 
 
 class Added:
@@ -69,7 +75,7 @@ class Added:
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
         self.asked: dict[int, tuple[Request, float]] = {}
-        self.done: list[dict[str, Any]] = []
+        self.done: dict[int, dict[str, Any]] = {}
 
     def add(self, requests: Sequence[Request], temperature: float, most: int = 24) -> None:
         ids = self.engine.add(requests, Sampling(temperature=temperature, max_tokens=most))
@@ -77,24 +83,22 @@ class Added:
 
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            self.done += [self._told(one) for one in self.engine.step()]
+            for one in self.engine.step():
+                request, temperature = self.asked[one.id]
+                self.done[one.id] = told(request, one.sample, temperature)
 
     def finish(self) -> list[dict[str, Any]]:
         while len(self.done) < len(self.asked):
             self.step(1)
-        return self.done
-
-    def _told(self, one: Sampled) -> dict[str, Any]:
-        request, temperature = self.asked[one.id]
-        return told(request, one.sample, temperature, one.version, one.digest)
+        return [self.done[id] for id in self.asked]
 
 
 def swaps(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
     """Adapter one, then two while requests are under way, then one again."""
     requests = group(engine, prompts=2, size=2)
     added, versions = Added(engine), []
-    for version, name in ((1, "one"), (2, "two"), (3, "one")):
-        engine.load(version, name, folders[name])
+    for version in (1, 2, 3):
+        swap(engine, version, folders)
         versions.append(engine.versions)
         for temperature in (1.0, 0.7):
             added.add(requests, temperature)
@@ -109,8 +113,8 @@ def swaps(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
 def more_versions_than_room(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
     """Each version has requests under way when the next is loaded."""
     added, most = Added(engine), 0
-    for version, name in ((10, "one"), (11, "head"), (12, "one"), (13, "two")):
-        engine.load(version, name, folders[name])
+    for version in (10, 11, 12, 13):
+        swap(engine, version, folders)
         added.add(group(engine, prompts=2, size=2, seed=version), 1.0, most=12)
         added.step(1)
         most = max(most, len(engine.versions))
@@ -127,21 +131,30 @@ def seeds(engine: VllmEngine) -> dict[str, Any]:
     }
 
 
-def siblings(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
-    """Long prompts, under a version that has computed none of them, asked for in turns."""
-    engine.load(20, "one", folders["one"])
+def long_siblings(engine: VllmEngine) -> list[Request]:
+    """Of two prompts of several blocks each, asked for in turns."""
     texts = [" ".join(problem.text for problem in held_out(24)[place::2]) for place in (0, 1)]
     prompts = [engine.encode(text) for text in texts]
-    requests = [Request(prompts[place % 2], place) for place in range(8)]
+    return [Request(prompts[place % 2], place) for place in range(8)]
+
+
+def counted(engine: VllmEngine, sample: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
     prompt_tokens, cached_tokens = engine.prompt_tokens, engine.cached_tokens
-    samples = sampled(engine, requests, most=4)
-    counted = {
+    return {
+        "samples": sample(),
         "prompt_tokens": engine.prompt_tokens - prompt_tokens,
         "cached_tokens": engine.cached_tokens - cached_tokens,
     }
+
+
+def siblings(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
+    """Long prompts, under a version that has computed none of them."""
+    swap(engine, 20, folders)
+    requests = long_siblings(engine)
+    seen = counted(engine, lambda: sampled(engine, requests, most=4))
     ids = engine.add(requests, Sampling(max_tokens=1))
     order = [ids.index(one.id) for one in engine.step()]  # that of the batch, as all end at once
-    return {"samples": samples, "order": order, **counted}
+    return {**seen, "order": order}
 
 
 def refusals(engine: VllmEngine, refused: dict[str, str], folders: dict[str, Path]) -> dict[str, Any]:
@@ -159,10 +172,12 @@ def never(engine: VllmEngine) -> list[dict[str, Any]]:
         ([5] * 500, Sampling(max_tokens=64)),
         ([5], Sampling(max_tokens=0)),
         ([5], Sampling(max_tokens=4, temperature=-1.0)),
+        ([5], Sampling(max_tokens=4, temperature=0.001)),
+        ([5], Sampling(max_tokens=4, temperature=2.5)),
     ]
     return [
         error(
-            lambda ids=ids, sampling=sampling: engine.generate([Request([5], 0), Request(ids, 1)], sampling)
+            lambda ids=ids, sampling=sampling: generate(engine, [Request([5], 0), Request(ids, 1)], sampling)
         )
         for ids, sampling in asked
     ]
@@ -179,20 +194,19 @@ def attested(engine: VllmEngine, folder: Path) -> dict[str, Any]:
 def canaries(engine: VllmEngine, folders: dict[str, Path]) -> list[dict[str, Any]]:
     """Swaps as they should be, with requests under way, then one under which the folder is another's."""
     added, seen = Added(engine), []
-    for version, name in ((50, "one"), (51, "two"), (52, "one")):
+    for version in (50, 51, 52):
         added.add(group(engine, prompts=2, size=2, seed=version), 1.0)
         added.step(1)
-        engine.load(version, name, folders[name])
-        seen.append(attested(engine, folders[name]))
+        swap(engine, version, folders)
+        seen.append(attested(engine, folders[ADAPTERS[version]]))
     return [*seen, attested(engine, folders["two"]), {"samples": added.finish()}]
 
 
 def base_under_an_adapter_s_name(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
-    engine.load(55, "one", folders["one"])
-    loaded = engine._loaded[55]
-    engine._loaded[55] = replace(loaded, adapter=None)
+    swap(engine, 55, folders)
+    adapter, engine._adapters[55] = engine._adapters[55], None
     seen = attested(engine, folders["one"])
-    engine._loaded[55] = loaded
+    engine._adapters[55] = adapter
     return seen
 
 
@@ -222,28 +236,126 @@ def breakdown(engine: VllmEngine, folders: dict[str, Path]) -> list[dict[str, An
     ]
 
 
+def swaps_in_flight(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
+    """Three swaps, each after three tokens, and one more at once: under 104 nobody samples a token."""
+    added, versions = Added(engine), []
+    swap(engine, 101, folders)
+    for temperature in (1.0, 0.7):
+        added.add(group(engine, prompts=2, size=4), temperature)
+    for version in (102, 103, 104):
+        added.step(3)
+        swap(engine, version, folders)
+        versions.append(engine.versions)
+    swap(engine, 105, folders)
+    return {"samples": added.finish(), "versions": versions, "running": engine.running}
+
+
+def ends_in_flight(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
+    """Completions with one token left at a swap, and some that end while another's tokens are scored."""
+    left, kept = Added(engine), Added(engine)
+    left.add(group(engine, prompts=2, size=2), 1.0, most=4)
+    left.step(3)
+    swap(engine, 106, folders)
+    samples = left.finish()
+    kept.add(group(engine, prompts=1, size=2), 1.0, most=1)
+    attested(engine, folders["two"])
+    running = [engine.running]
+    swap(engine, 107, folders)
+    running.append(engine.running)
+    kept.step(1)
+    return {"left": samples, "kept": list(kept.done.values()), "running": [*running, engine.running]}
+
+
+def canaries_in_flight(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
+    added, seen = Added(engine), []
+    added.add(group(engine, prompts=2, size=2), 1.0)
+    for version in (108, 109):
+        added.step(2)
+        swap(engine, version, folders)
+        seen.append(attested(engine, folders[ADAPTERS[version]]))
+    refused = error(lambda: engine.load(110, "none", folders["one"] / "nowhere"))
+    return {"canaries": seen, "refused": refused, "samples": added.finish(), "versions": engine.versions}
+
+
+def siblings_in_flight(engine: VllmEngine, folders: dict[str, Path]) -> dict[str, Any]:
+    added = Added(engine)
+    added.add(long_siblings(engine), 1.0, most=4)
+    added.step(2)
+    swap(engine, 111, folders)
+    return counted(engine, added.finish)
+
+
+def not_begun(engine: VllmEngine, folders: dict[str, Path]) -> list[list[dict[str, Any]]]:
+    """The same requests before and after a swap."""
+    added, requests = Added(engine), group(engine, prompts=2, size=1)
+    added.add(requests, 1.0)
+    swap(engine, 112, folders)
+    return [added.finish(), sampled(engine, requests)]
+
+
+def draws(engine: VllmEngine, folders: dict[str, Path]) -> list[list[int]]:
+    """The seeds that two completions are drawn with, where a swap follows each of their tokens."""
+    honest, given = engine._vllm, list[int]()
+
+    def parameters(**settings: Any) -> Any:
+        given.append(settings["seed"])
+        return honest.parameters(**settings)
+
+    engine._vllm = replace(honest, parameters=parameters)
+    added = Added(engine)
+    added.add(group(engine, prompts=1, size=2), 1.0, most=4)
+    for version in (113, 114, 115):
+        added.step(1)
+        swap(engine, version, folders)
+    added.finish()
+    engine._vllm = honest
+    return [given[0::2], given[1::2]]
+
+
+def in_flight(folders: dict[str, Path]) -> dict[str, Any]:
+    """Through its situations with an engine that swaps in flight."""
+    engine = VllmEngine("tiny", max_loras=MAX_LORAS, max_lora_rank=6, max_num_seqs=12, inflight_swap=True)
+    return {
+        "swaps": swaps_in_flight(engine, folders),
+        "ends": ends_in_flight(engine, folders),
+        "canaries": canaries_in_flight(engine, folders),
+        "siblings": siblings_in_flight(engine, folders),
+        "not_begun": not_begun(engine, folders),
+        "draws": draws(engine, folders),
+    }
+
+
+def between_requests(folders: dict[str, Path], refused: dict[str, str], here: Path) -> dict[str, Any]:
+    """Through its situations with an engine that swaps between requests."""
+    engine = VllmEngine("tiny", max_loras=MAX_LORAS, max_lora_rank=6, max_num_seqs=32)
+    seen = {
+        "unloaded": error(lambda: sampled(engine, [Request([5, 6], 0)])),
+        "swaps": swaps(engine, folders),
+        "more": more_versions_than_room(engine, folders),
+        "seeds": seeds(engine),
+        "siblings": siblings(engine, folders),
+        "greedy": sampled(engine, group(engine, prompts=4, size=1), temperature=0.0),
+        "many": sampled(engine, group(engine, prompts=8, size=4), most=20),
+        "canaries": canaries(engine, folders),
+        "base": base_under_an_adapter_s_name(engine, folders),
+        "one_name": one_name_for_every_version(engine, folders, here),
+    }
+    swap(engine, 62, folders)
+    return seen | {
+        "refusals": refusals(engine, refused, folders),
+        "never": never(engine),
+        "none": sampled(engine, []),
+        "breakdown": breakdown(engine, folders),
+    }
+
+
 def main() -> None:
     job, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     folders = {name: Path(folder) for name, folder in job["folders"].items()}
-    too_small = error(lambda: VllmEngine("tiny", kv_cache_bytes=1 << 18))
-    began = time.process_time()
-    engine = VllmEngine("tiny", max_loras=MAX_LORAS, max_lora_rank=6, max_num_seqs=32)
-    seen: dict[str, Any] = {"too_small": too_small, "start_cpu_s": time.process_time() - began}
-    seen["unloaded"] = error(lambda: sampled(engine, [Request([5, 6], 0)]))
-    seen["swaps"] = swaps(engine, folders)
-    seen["more"] = more_versions_than_room(engine, folders)
-    seen["seeds"] = seeds(engine)
-    seen["siblings"] = siblings(engine, folders)
-    seen["greedy"] = sampled(engine, group(engine, prompts=4, size=1), temperature=0.0)
-    seen["many"] = sampled(engine, group(engine, prompts=8, size=4), most=20)
-    seen["canaries"] = canaries(engine, folders)
-    seen["base"] = base_under_an_adapter_s_name(engine, folders)
-    seen["one_name"] = one_name_for_every_version(engine, folders, result.parent / "policy")
-    engine.load(62, "one", folders["one"])
-    seen["refusals"] = refusals(engine, job["refused"], folders)
-    seen["never"] = never(engine)
-    seen["none"] = sampled(engine, [])
-    seen["breakdown"] = breakdown(engine, folders)
+    seen = {"too_small": error(lambda: VllmEngine("tiny", kv_cache_bytes=1 << 18))}
+    seen |= between_requests(folders, job["refused"], result.parent / "policy")
+    gc.collect()  # so that there is never more than one
+    seen["in_flight"] = in_flight(folders)
     result.write_text(json.dumps(seen))
 
 

@@ -1,5 +1,8 @@
 """What samples completions: the protocol every engine keeps.
 
+    load(v1) ─▶ add(requests) ─▶ step() … step() ─▶ those that are done
+                load(v2) ─▶ add(requests) ─▶ step() …          v1's go on beside them, under v1
+
 No torch here: an engine's module is imported in the actor that runs it.
 """
 
@@ -13,7 +16,7 @@ from msgspec import Struct
 
 from ...runtime.errors import Unrecoverable
 
-__all__ = ["Engine", "Request", "Sample", "Sampled", "Sampling", "load_engine"]
+__all__ = ["Engine", "Request", "Sample", "Sampled", "Sampling", "check_requests", "generate", "load_engine"]
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
@@ -43,38 +46,34 @@ class Sample(Struct, frozen=True):
     ids:           sampled token ids, the end-of-sequence token included.
     logprobs:      log-probability of each under the distribution it was drawn from (after temperature), from
                    float32 logits; at temperature 0, where that is always 0, under temperature 1.
+    versions:      the policy version that each was sampled under. They differ only where a swap may fall into a
+                   completion, and then never decrease.
     finish_reason: "stop" (an end-of-sequence token) or "length" (cut off).
     text:          the ids decoded, without special tokens.
     """
 
     ids: list[int]
     logprobs: list[float]
+    versions: list[int]
     finish_reason: str
     text: str
 
 
 class Sampled(Struct, frozen=True):
-    """A completion that has finished in an engine where requests join and leave at any time.
-
-    id: what `add` gave for its request. version, digest: of the adapter that sampled all of it.
-    """
+    """A completion that has finished. id: what `add` gave for its request."""
 
     id: int
     sample: Sample
-    version: int
-    digest: str
 
 
 class Engine(Protocol):
-    """A model that samples under one adapter at a time.
+    """A model that samples under policy versions: requests join and leave at every token.
 
-    version: the policy version it samples under; −1 until the first `load`.
-    digest:  SHA-256 published with that version; empty until then.
+    version: the one that requests are added under; −1 until the first `load`.
     dtype:   what it computes in, such as "float32".
     """
 
     version: int
-    digest: str
     dtype: str
 
     @property
@@ -82,22 +81,40 @@ class Engine(Protocol):
         """The versions that it may still need: keep their folders."""
         ...
 
-    def load(self, version: int, digest: str, folder: Path) -> None:
-        """Switch to the adapter in `folder`, between two requests.
+    @property
+    def running(self) -> int:
+        """Requests that were added and that no `step` has returned yet."""
+        ...
 
-        One that is refused (AdapterError) leaves the old one in place.
+    def load(self, version: int, digest: str, folder: Path) -> None:
+        """Add requests under the adapter in `folder` from now on. digest: SHA-256 published with the version.
+
+        Requests that run finish under the version they began with; in an engine that swaps in flight they go on
+        under the new one, as if it had written all that is there. An adapter that is refused (AdapterError)
+        changes nothing. When there is no room for one more version, it steps until there is.
         """
         ...
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        """One sample a request, in their order. Raises AdapterError before the first `load`."""
+    def add(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
+        """Begin these under the version that is loaded; an id for each, in their order, never given twice.
+
+        Siblings of one prompt are computed from one reading of it. Raises AdapterError before the first `load`,
+        and Unrecoverable for what `check_requests` refuses.
+        """
+        ...
+
+    def step(self) -> list[Sampled]:
+        """One more token of each completion that there is room for; those that have finished since the last call.
+
+        Raises AdapterError when log-probs are not finite.
+        """
         ...
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
         """Log-probs of given tokens after a prompt, at temperature 1, computed as if they had been sampled.
 
         What is kept from one request to the next is used here, too: this shows what completions are made with.
-        Raises AdapterError before the first `load`.
+        Others that run go on meanwhile. Raises AdapterError before the first `load`.
         """
         ...
 
@@ -106,22 +123,65 @@ class Engine(Protocol):
         ...
 
 
-def load_engine(name: str, model: str, *, max_loras: int, max_lora_rank: int, max_num_seqs: int) -> Engine:
+def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+    """One sample a request, in their order, from an engine that nobody else has added to."""
+    ids = engine.add(requests, sampling)
+    done = dict[int, Sample]()
+    while len(done) < len(ids):
+        done.update((sampled.id, sampled.sample) for sampled in engine.step())
+    return [done[id] for id in ids]
+
+
+def check_requests(model: str, room: int | None, requests: Sequence[Request], sampling: Sampling) -> None:
+    """Raise Unrecoverable for what no adapter could ever be sampled with. room: most tokens of one sequence."""
+    temperature, most = sampling.temperature, sampling.max_tokens
+    if not 0 <= temperature < float("inf") or most < 1:
+        raise Unrecoverable(
+            f"cannot sample with temperature {temperature} and max_tokens {most}: the first must be 0 or "
+            f"more, the second at least 1",
+            exit_code=2,
+        )
+    lengths = [len(request.prompt_ids) for request in requests]
+    if min(lengths, default=1) == 0:
+        raise Unrecoverable("a prompt has no tokens at all: leave empty prompts out of the data", exit_code=2)
+    if room is not None and max(lengths, default=0) + most > room:
+        raise Unrecoverable(
+            f"a prompt of {max(lengths)} tokens and {most} new ones are more than the {room} positions there are "
+            f"for model {model!r}: ask for fewer tokens or leave long prompts out",
+            exit_code=2,
+        )
+
+
+def load_engine(
+    name: str,
+    model: str,
+    *,
+    max_loras: int,
+    max_lora_rank: int,
+    max_num_seqs: int,
+    inflight_swap: bool = False,
+) -> Engine:
     """The engine called `name`, for `model` (as `load_model` takes it), on the best device there is.
 
-    max_loras: versions that may be in use at once, in an engine that keeps several. max_lora_rank: the largest rank
-    its adapters will have. max_num_seqs: completions it samples at once. Raises Unrecoverable for a name that no
-    engine has, and for a model or an environment that the engine can't use.
+    max_loras: versions that may be in use at once. max_lora_rank: the largest rank its adapters will have.
+    max_num_seqs: completions it samples at once. inflight_swap: whether a swap may fall into a completion.
+    Raises Unrecoverable for a name that no engine has, and for a model or an environment that the engine can't use.
     """
     match name:
         case "transformers":
             from . import transformers
 
-            return transformers.load_engine(model)
+            return transformers.load_engine(
+                model, max_loras=max_loras, max_num_seqs=max_num_seqs, inflight_swap=inflight_swap
+            )
         case "vllm":
             from .vllm import VllmEngine
 
             return VllmEngine(
-                model, max_loras=max_loras, max_lora_rank=max_lora_rank, max_num_seqs=max_num_seqs
+                model,
+                max_loras=max_loras,
+                max_lora_rank=max_lora_rank,
+                max_num_seqs=max_num_seqs,
+                inflight_swap=inflight_swap,
             )
     raise Unrecoverable(f"there is no engine {name!r}: choose transformers or vllm", exit_code=2)

@@ -37,6 +37,7 @@ class Vllm:
     arguments: Any
     parameters: Any
     lora: Any
+    delta: Any
     final_only: Any
     on_cpu: bool
 
@@ -53,6 +54,7 @@ def import_vllm() -> Vllm:
             arguments=importlib.import_module("vllm.engine.arg_utils").EngineArgs,
             parameters=sampling.SamplingParams,
             lora=importlib.import_module("vllm.lora.request").LoRARequest,
+            delta=sampling.RequestOutputKind.DELTA,
             final_only=sampling.RequestOutputKind.FINAL_ONLY,
             on_cpu=importlib.import_module("vllm.platforms").current_platform.is_cpu(),
         )

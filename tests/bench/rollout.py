@@ -9,7 +9,8 @@ generate_x              the same over `generate` of the base model, without an a
 
 The run is real: prompt source, reward, buffer and store, each in its process; only the trainer, once it has published
 the first version, waits for a batch that never comes. Worker and bare engine take turns, in one process and with one
-engine, over the very same requests, and take turns to go first, for vLLM keeps what it has computed of a prompt.
+engine, over the very same requests, joining as others finish, and take turns to go first, for vLLM keeps what it has
+computed of a prompt.
 A ratio is the median over rounds of both sides' ratio in a round; the first round warms up. vLLM runs in an
 interpreter of its own, which `tests/setup vllm` makes.
 """
@@ -22,8 +23,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,12 @@ from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
 from rolecall.actors.rollout import RolloutWorker
 from rolecall.actors.trainer import Trainer
-from rolecall.actors.types import Prompt
-from rolecall.runtime import Finished, Graph
+from rolecall.actors.types import Lease, Prompt
+from rolecall.runtime import Answer, Finished, Graph
 from rolecall.runtime.store import Store
 from rolecall.runtime.supervisor import Supervisor
 
-LEASE, GROUP_SIZE, LEASES = 8, 8, 4  # prompts sampled at once, completions of each, leases a round
+LEASE, GROUP_SIZE, GROUPS = 8, 8, 32  # prompts sampled at once, completions of each, groups a round
 SEED, MAX_TOKENS = 0, 64
 NEVER = 1 << 20  # groups: more than the worker will make
 
@@ -54,45 +56,73 @@ class Measured(RolloutWorker):
 
     def on_start(self) -> None:
         super().on_start()
-        self.tokens = 0
         self.rows = load_dataset("tiny", seed=SEED)  # as the prompt source lends them, one after another
+        turns = [["worker", "bare"][:: -1 if number % 2 else 1] for number in range(self.rounds + 1)]
+        self.turns = [(number, name) for number, names in enumerate(turns) for name in names]
+        self.speeds: dict[str, float] = {}
+        self.tokens = self.groups = self.asked_for = 0
+        self.began = 0.0
 
     def report(self, **values: Any) -> None:
         self.tokens += values["tokens"]
+        self.groups += 1
 
     def step(self) -> float | None:
-        for number in range(self.rounds + 1):
-            turns = [("worker", self._work), ("bare", self._drive)]
-            speeds = {}
-            for name, work in turns[:: -1 if number % 2 else 1]:
-                began = time.perf_counter()
-                tokens = work(number)
-                speeds[name] = tokens / (time.perf_counter() - began)
-            if number:
-                super().report(**speeds)
-        raise Finished
+        if not self.turns:
+            raise Finished
+        number, name = self.turns[0]
+        if not self.began:
+            self.began = time.perf_counter()
+        if name == "worker":
+            pause_s = super().step()
+            if self.groups < (number + 1) * GROUPS:
+                return pause_s
+            self._over(self.tokens)
+            self.tokens = 0
+        else:
+            self._over(self._drive(number))
+        return 0.0
 
-    def _work(self, number: int) -> int:
-        self.tokens = 0
-        for _ in range(LEASES):
-            super().step()
-        return self.tokens
+    def _over(self, tokens: int) -> None:
+        number, name = self.turns.pop(0)
+        self.speeds[name] = tokens / (time.perf_counter() - self.began)
+        self.began = 0.0
+        if number and len(self.speeds) == 2:
+            super().report(**self.speeds)
+        if len(self.speeds) == 2:
+            self.speeds = {}
+
+    def _lease_more(self) -> None:
+        """No more than belongs to this round, so that the engine is empty at its end, as at its beginning."""
+        if self.asked_for < (self.turns[0][0] + 1) * GROUPS:
+            super()._lease_more()
+
+    def _ask(self, count: int, *, wait: bool) -> Answer[Lease]:
+        count = min(count, (self.turns[0][0] + 1) * GROUPS - self.asked_for)
+        self.asked_for += count
+        return super()._ask(count, wait=wait)
 
     def _drive(self, number: int) -> int:
-        tokens = 0
-        for lease in range(number * LEASES, (number + 1) * LEASES):
-            samples = self.engine.generate(self._requests(lease), self.sampling)
-            tokens += sum(len(sample.ids) for sample in samples)
-        return tokens
+        """The round's groups by the engine alone: the next as soon as one of LEASE is whole."""
+        tokens, under_way = 0, dict[int, int]()
+        left: Counter[int] = Counter()
+        ids = iter(range(number * GROUPS, (number + 1) * GROUPS))
+        while True:
+            for id in islice(ids, LEASE - len(left)):
+                under_way.update(dict.fromkeys(self.engine.add(self._requests(id), self.sampling), id))
+                left[id] = GROUP_SIZE
+            if not left:
+                return tokens
+            for sampled in self.engine.step():
+                tokens += len(sampled.sample.ids)
+                left[under_way[sampled.id]] -= 1
+            left = +left
 
-    def _requests(self, lease: int) -> list[Request]:
-        """Those that the worker makes of a lease."""
-        requests = []
-        for id in range(lease * LEASE, (lease + 1) * LEASE):
-            text, answer = self.rows[id]
-            prompt, ids = Prompt(id=id, text=text, answer=answer), self.engine.encode(text)
-            requests += [Request(ids, self._seed_of(prompt, sibling)) for sibling in range(GROUP_SIZE)]
-        return requests
+    def _requests(self, id: int) -> list[Request]:
+        """Those that the worker makes of a prompt."""
+        text, answer = self.rows[id]
+        prompt, ids = Prompt(id=id, text=text, answer=answer), self.engine.encode(text)
+        return [Request(ids, self._seed_of(prompt, sibling)) for sibling in range(GROUP_SIZE)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +141,7 @@ def build(config: Config) -> Graph:
     buffer = graph.add("buffer", Buffer, capacity=NEVER, max_staleness=0, prompts=prompts, weights=weights)
     worker = graph.add(
         "worker", Measured, rounds=config.rounds, engine=config.engine, model="tiny", lora_rank=8,
-        sampling=Sampling(max_tokens=MAX_TOKENS), group_size=GROUP_SIZE, lease=LEASE, seed=SEED,
+        sampling=Sampling(max_tokens=MAX_TOKENS), group_size=GROUP_SIZE, lease=LEASE, seed=SEED, max_staleness=1,
         prompts=prompts, reward=reward, weights=weights, sink=buffer,
     )  # fmt: skip
     graph.add(

@@ -1,4 +1,4 @@
-"""Sampling speed: TransformersEngine against `model.generate`, with the same model, prompts and settings.
+"""Sampling speed: TransformersEngine against transformers' `generate`, with the same model, prompts and settings.
 
     python -m tests.bench.sampler [--rounds 7] [--peer FILE]      (from the repository root)
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rolecall.actors.engines import Request, Sampling
+from rolecall.actors.engines import Request, Sampling, generate
 from rolecall.actors.engines.transformers import TransformersEngine
 from rolecall.actors.model import adapter_files, add_lora, load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
@@ -57,19 +57,20 @@ def contenders(group: int, peer_file: Path | None) -> dict[str, Callable[[int], 
             (Path(folder) / name).write_bytes(content)
         engine.load(0, "", Path(folder))
     prompts = [engine.encode(text) for text in texts]
+    sampling = Sampling(max_tokens=MAX_TOKENS)
     padded: Any = tokenizer(texts, return_tensors="pt", padding=True)
 
     def ours(number: int) -> int:
         requests = [Request(prompt, number * 10_000 + place) for place, prompt in enumerate(prompts)]
-        return sum(len(sample.ids) for sample in engine.generate(requests, Sampling(max_tokens=MAX_TOKENS)))
+        return sum(len(sample.ids) for sample in generate(engine, requests, sampling))
 
-    def generate(network: Any, number: int) -> int:
+    def theirs(network: Any, number: int) -> int:
         torch.manual_seed(number)
         with torch.inference_mode():
             rows = network.generate(**padded, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=MAX_TOKENS)
         return int((rows[:, padded["input_ids"].shape[1] :] != tokenizer.pad_token_id).sum())
 
-    found = {"engine": ours, "generate": partial(generate, base()), "peft_generate": partial(generate, lora)}
+    found = {"engine": ours, "generate": partial(theirs, base()), "peft_generate": partial(theirs, lora)}
     if peer_file is not None:
         sampler = peer(peer_file)
         found["peer"] = lambda number: sum(len(row["ids"]) for row in sampler.generate(prompts, MAX_TOKENS))
