@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from ..runtime.errors import RolecallError
+from ..runtime.errors import RolecallError, Unrecoverable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +39,7 @@ Measured: 2e-5 and 0.09. The canary's own tokens differ by 0.02 from one optimiz
 """
 
 _TOKENS = 8
+_LEAST_ROOM = 16
 _TEXT = (
     "Ann has 12 pens, buys 7, loses 4 and finds 9. The quick brown fox jumps over the lazy dog, while six big "
     "wizards from Quebec pack my box with five dozen jugs. How many pens are left?\n"
@@ -67,16 +68,26 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
 
 
-def canary_tokens(tokenizer: PreTrainedTokenizerBase, seed: int) -> tuple[list[int], list[int]]:
+def canary_tokens(
+    tokenizer: PreTrainedTokenizerBase, seed: int, room: int | None = None
+) -> tuple[list[int], list[int]]:
     """(prompt, completion) of the canary of a run with this tokenizer and seed.
 
-    The prompt is asked as any other. The completion is of ordinary tokens in an order that no model expects:
-    where log-probs are low, a small change of the weights shows most.
+    The prompt is asked as any other, and cut off where both together would be more than `room` tokens: Unrecoverable
+    for less than 16. The completion is of ordinary tokens in an order that no model expects: where log-probs are
+    low, a small change of the weights shows most.
     """
     from .model import encode_prompt
 
+    if room is not None and room < _LEAST_ROOM:
+        raise Unrecoverable(
+            f"the model reads only {room} tokens at once, and the canary that proves each swap needs {_LEAST_ROOM}: "
+            "choose a model with more positions",
+            exit_code=2,
+        )
     ordinary = cast(list[int], tokenizer(_TEXT, add_special_tokens=False)["input_ids"])
-    return encode_prompt(tokenizer, _TEXT), random.Random(seed).choices(sorted(set(ordinary)), k=_TOKENS)
+    prompt_ids = encode_prompt(tokenizer, _TEXT)[: None if room is None else room - _TOKENS]
+    return prompt_ids, random.Random(seed).choices(sorted(set(ordinary)), k=_TOKENS)
 
 
 def attest(engine: Engine, folder: Path, worker: str) -> None:

@@ -132,7 +132,10 @@ class Learner:
 
     @cached_property
     def _canary_tokens(self) -> tuple[list[int], list[int]]:
-        return canary_tokens(load_tokenizer(self._model), self._seed)
+        causal: Any = self._policy.get_base_model()
+        positions = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+        rooms = [room for room in (positions, self._window) if isinstance(room, int)]
+        return canary_tokens(load_tokenizer(self._model), self._seed, min(rooms, default=None))
 
     def state(self) -> dict[str, bytes]:
         """All that `restore` needs to go on from here: weights and AdamW's moments, counters and settings."""

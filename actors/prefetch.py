@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
+from pathlib import Path
 
 from ..runtime.errors import Unrecoverable
-from ..runtime.store import PolicyStore, StoreError
+from ..runtime.store import PolicyStore, PolicyVersion, StoreError
 
 __all__ = ["Prefetch"]
 
@@ -16,20 +18,28 @@ log = logging.getLogger("rolecall")
 class Prefetch:
     """A thread that puts every version into this machine's cache soon after it is published.
 
-    store:   one of its own, for a store lets go of a version's folder when it fetches the next.
     every_s: seconds between two looks, each a conditional GET.
 
-    It changes nothing but the cache. Whoever swaps fetches all the same, and so meets what is wrong with the store
-    then, as its own error; here it is a line in the log.
+    keep:  versions whose folders must stay when the next is fetched (see `PolicyStore.fetch`).
+    ready: the newest version that is here, and its folder, checked.
+
+    What is wrong with the store is a line in the log here. Whoever can't go on without a version fetches it himself,
+    and meets it as his own error.
     """
 
     def __init__(self, store: PolicyStore, *, every_s: float = 1.0) -> None:
         self._store, self._every_s = store, every_s
-        self.newest = -1  # in the cache
+        self.keep: Collection[int] = ()
+        self.ready: tuple[PolicyVersion, Path] | None = None
         self._said = ""
         self._stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest version that is here, −1 if none is."""
+        return -1 if self.ready is None else self.ready[0].version
 
     def start(self) -> None:
         self._thread.start()
@@ -49,8 +59,7 @@ class Prefetch:
         try:
             head = self._store.head()
             if head is not None and head.version > self.newest:
-                self._store.fetch(head.version)
-                self.newest = head.version
+                self.ready = head, self._store.fetch(head.version, keep={*self.keep, self.newest})
                 self._said = ""
         except (StoreError, Unrecoverable) as error:
             if str(error) != self._said:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..runtime import Actor, Answer, Finished, Ref, idempotent
-from ..runtime.store import Store
+from ..runtime.store import PolicyVersion, Store
 from .buffer import Buffer
 from .canary import attest
 from .engines import Engine, Request, Sample, Sampling, load_engine
@@ -77,6 +78,7 @@ class RolloutWorker(Actor):
         self.worker = f"{self.context.node}/{self.name}" if self.context.node else self.name
         self.version = -1  # that the engine has proved to sample
         self.waits = Waits(time.monotonic)
+        self._loaded: tuple[PolicyVersion, Path] | None = None  # but not proved
         self._digests: dict[int, str] = {}
         self._newest = -1  # that was heard of
         self._news: Answer[int] | None = None
@@ -104,7 +106,7 @@ class RolloutWorker(Actor):
     def _start_prefetch(self) -> Prefetch | None:
         if not self.weights.url.startswith("s3:"):
             return None  # a folder is no further away than the cache
-        prefetch = Prefetch(self.weights.open(self.context.run, self.context.folder))
+        prefetch = Prefetch(self.store)
         prefetch.start()
         return prefetch
 
@@ -119,8 +121,8 @@ class RolloutWorker(Actor):
         if self.sink is None:
             return None
         self.waits.over()
-        self._hand_over(self.sink)
         self._follow()
+        self._hand_over(self.sink)
         self._take_lease()
         self._begin_queue()
         self._sample()
@@ -142,7 +144,8 @@ class RolloutWorker(Actor):
             self._queue, self._sampling, self._scoring = [], {}, []  # of a share that failed half-way
             self._receive(self._ask(self.lease, wait=False).result())
             if self._queue and self._lease.version > self.version:
-                self._swap(self._lease.version)
+                self._load(self._lease.version)
+                self._prove()
             self._begin_queue()
             while self._sampling:
                 self._sample()
@@ -153,15 +156,21 @@ class RolloutWorker(Actor):
     # --- versions ----------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Swap when there is a newer version, and it is here."""
+        """Swap when there is a newer version, and it is here; those that run get a token between load and proof."""
+        if self._loaded is not None:
+            self._prove()
         news = self._news or self.prompts.ask_soon(PromptSource.policy, self._newest)
         self._news = None if news.done else news
         if news.done:
             self._hear_of(news.result())
-        # With nothing to hold up it is fetched here, and if that fails it is this worker's error.
-        here = self.prefetch is None or self.prefetch.newest >= self._newest
-        if self._newest > self.version and (here or not self.engine.running):
-            self._swap(self._newest)
+        if self.prefetch is not None and self.prefetch.newest >= self._newest:
+            self._newest = self.prefetch.newest
+        elif self.prefetch is not None and self.engine.running:
+            return  # with nothing to hold up it is fetched here, and if that fails it is this worker's error
+        if self._newest > self.version:
+            self._load(self._newest)
+            if not self.engine.running:
+                self._prove()
 
     def _hear_of(self, version: int) -> None:
         if version > self._newest:
@@ -169,16 +178,31 @@ class RolloutWorker(Actor):
             if self.prefetch is not None:
                 self.prefetch.hurry()
 
-    def _swap(self, version: int) -> None:
-        """Begin completions under this version from now on. Raises Quarantined if the engine computes another."""
+    def _load(self, version: int) -> None:
         began = time.monotonic()
         self.version = -1  # until it is proved, whatever goes wrong on the way
-        policy = self.store.policy(version)
-        folder = self.store.fetch(version, keep=self.engine.versions)
+        policy, folder = self._fetched(version)
         self.engine.load(version, policy.digest, folder)
-        attest(self.engine, folder, self.worker)
-        self.version, self._digests[version] = version, policy.digest
+        self._loaded = policy, folder
         self.waits.load_s = time.monotonic() - began
+
+    def _prove(self) -> None:
+        """Begin completions under this version from now on. Raises Quarantined if the engine computes another."""
+        assert self._loaded is not None
+        began = time.monotonic()
+        policy, folder = self._loaded
+        attest(self.engine, folder, self.worker)
+        self.version, self._digests[policy.version] = policy.version, policy.digest
+        self._loaded = None
+        self.waits.load_s += time.monotonic() - began
+
+    def _fetched(self, version: int) -> tuple[PolicyVersion, Path]:
+        if self.prefetch is None:
+            return self.store.policy(version), self.store.fetch(version, keep=self.engine.versions)
+        self.prefetch.keep = [*self.engine.versions, version]
+        if (ready := self.prefetch.ready) is not None and ready[0].version == version:
+            return ready
+        return self.store.policy(version), self.store.fetch(version, keep=self.prefetch.keep)
 
     # --- prompts -----------------------------------------------------------------------------------------
 

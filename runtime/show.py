@@ -15,6 +15,7 @@ def picture(graph: Graph) -> str:
     for role in graph:
         wires = [f"{argument} ─▶ {target}" for argument, target in role.wires.items()]
         lines.append(f"  {_title(role):<{width}}  {role.actor.__name__:<14}  {', '.join(wires)}".rstrip())
+    lines += [f"  {role.name} runs in {role.python}" for role in graph if role.python]
     lines += [f"  {_roles(subtree)}: {_restarts(subtree)}" for subtree in graph.subtrees]
     lines.append(
         f"  until {' and '.join(graph.ends_with)} {'have' if len(graph.ends_with) > 1 else 'has'} finished"
@@ -43,15 +44,19 @@ def _restarts(subtree: Subtree) -> str:
 
 
 def _title(role: Role) -> str:
+    if role.elastic:
+        return f"{role.name} ×{role.replicas} or more"
     return role.name if role.replicas == 1 else f"{role.name} ×{role.replicas}"
 
 
 def _facts(graph: Graph) -> dict[str, str]:
     facts = {"restarts": graph.strategy.value, "ends with": ", ".join(graph.ends_with)}
     for role in graph:
-        facts[role.name] = role.actor.__name__ + (f" ×{role.replicas}" if role.replicas > 1 else "")
+        facts[role.name] = role.actor.__name__ + (f" ×{role.replicas}" if role.replicas != 1 else "")
         if role.elastic:
             facts[f"{role.name} elastic"] = "yes"
+        if role.python:
+            facts[f"{role.name} runs in"] = role.python
         for argument, value in role.kwargs.items():
             text = f"─▶ {value.name}" if isinstance(value, Ref) else repr(value)
             facts[f"{role.name}.{argument}"] = text

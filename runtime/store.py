@@ -122,6 +122,10 @@ class PolicyStore:
         self._seen: tuple[str, PolicyVersion | None] | None = None  # HEAD's etag, and what it pointed to
         self._leases: dict[int, BinaryIO] = {}  # of the versions that this store keeps on the disk
         self._leasing = threading.Lock()
+        self._epoch: int | None = None  # the last that this store took
+        self._listed = False  # since it took that
+        self._keys: set[str] = set()  # what is there: listed or written, and not deleted since
+        self._unsure: set[str] = set()  # what may be there or not: its request has no answer, or failed
 
     def probe(self) -> None:
         """Raise Unrecoverable (exit code 2, with the way out) if the store won't do, within ten seconds."""
@@ -129,7 +133,8 @@ class PolicyStore:
 
     def take_epoch(self) -> int:
         """Begin to write: take the next epoch, from 1 up. Whoever took an earlier one can publish no more."""
-        return self._fence.take_epoch()
+        self._epoch, self._listed = self._fence.take_epoch(), False
+        return self._epoch
 
     def publish(
         self, files: Mapping[str, bytes], *, version: int, step: int, epoch: int, final: bool = False
@@ -227,17 +232,17 @@ class PolicyStore:
         with suppress(Missing):
             read(self._objects, f"{folder}/manifest.json")
             raise StoreError(f"run {self._run!r} has saved step {step} already: a checkpoint never changes")
-        _in_parallel(lambda name: self._objects.put(f"{folder}/{name}", files[name]), files)
+        _in_parallel(lambda name: self._put(f"{folder}/{name}", files[name]), files)
         manifest = Checkpoint(step=step, epoch=epoch, version=version, files=described(files))
         self._fence.check(epoch)
-        self._objects.put(f"{folder}/manifest.json", msgspec.json.encode(manifest))
+        self._put(f"{folder}/manifest.json", msgspec.json.encode(manifest))
 
     def latest_checkpoint(self) -> tuple[int, dict[str, bytes]] | None:
         """Step and files of the newest complete checkpoint, digests checked, or None. Lists the store.
 
         Newest is the latest epoch's last step: what a trainer saved after it was overtaken doesn't count.
         """
-        complete = _complete(self._checkpoints())
+        complete = _complete(_checkpoints(self._objects.list("checkpoints/")))
         if not complete:
             return None
         checkpoint = read_manifest(self._objects, complete[-1], Checkpoint)
@@ -254,33 +259,41 @@ class PolicyStore:
         """Delete versions more than `keep` behind HEAD's, and checkpoints but the newest `keep_checkpoints`.
 
         Version 0 stays: it is what a run is measured against; so do the versions of the checkpoints that
-        stay. Uploads that were never finished go with the versions or checkpoints of their age. Lists the
-        store.
+        stay. Uploads that were never finished go with the versions or checkpoints of their age.
+
+        Lists the store once an epoch, and again after a request that failed: nobody else writes meanwhile. A
+        store that took no epoch lists it each time. Fenced, with nothing deleted, if a newer epoch was taken.
         """
         if keep < 0 or keep_checkpoints < 1:
             raise ValueError(
                 f"cannot keep {keep} versions and {keep_checkpoints} checkpoints: at least 0 and 1"
             )
-        checkpoints = self._checkpoints()
+        # HEAD before the keys: a newer trainer takes its epoch before it writes, so none of its keys is missed.
+        head = self._fence.read() if self._epoch is None else self._fence.check(self._epoch)
+        keys = self._find_keys()
+        checkpoints = _checkpoints(keys)
         folders, kept = list(checkpoints), _complete(checkpoints)[-keep_checkpoints:]
         for folder in folders[: folders.index(kept[-1])] if kept else ():
             if folder not in kept:
                 self._delete(checkpoints[folder])
-        head = self._fence.read()
         if head and head.version is not None:
             manifests = [read_manifest(self._objects, folder, Checkpoint) for folder in kept]
             needed = {0, *(manifest.version for manifest in manifests)}
-            found = [(key, _POLICY.fullmatch(key)) for key in self._objects.list("policy/")]
+            found = [(key, _POLICY.fullmatch(key)) for key in keys]
             old = [(key, int(at[1])) for key, at in found if at and int(at[1]) < head.version - keep]
             self._delete(key for key, version in old if version not in needed)
 
-    def _checkpoints(self) -> dict[str, list[str]]:
-        """The keys of each checkpoint by its folder, oldest first."""
-        found: dict[tuple[int, int, str], list[str]] = {}
-        for key in self._objects.list("checkpoints/"):
-            if at := _CHECKPOINT.fullmatch(key):
-                found.setdefault((int(at[3]), int(at[2]), at[1]), []).append(key)
-        return {folder: found[epoch, step, folder] for epoch, step, folder in sorted(found)}
+    def _find_keys(self) -> list[str]:
+        """Every key, sorted: from memory, unless that may be wrong."""
+        if self._epoch is None:
+            return self._objects.list("")
+        if self._unsure or not self._listed:
+            unsure = set(self._unsure)
+            self._keys.clear()  # before it lists: what another thread writes meanwhile stays
+            self._keys.update(self._objects.list(""))
+            self._unsure -= unsure
+            self._listed = True
+        return sorted(self._keys)
 
     def _delete(self, keys: Iterable[str]) -> None:
         """Manifests first: what is half deleted must not look complete."""
@@ -288,7 +301,19 @@ class PolicyStore:
         for key in keys:
             (manifests if key.endswith("/manifest.json") else others).append(key)
         for each in (manifests, others):
-            _in_parallel(self._objects.delete, each)
+            _in_parallel(self._delete_one, each)
+
+    def _delete_one(self, key: str) -> None:
+        self._unsure.add(key)
+        self._objects.delete(key)
+        self._keys.discard(key)
+        self._unsure.discard(key)
+
+    def _put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        self._unsure.add(key)
+        self._objects.put(key, data, if_absent=if_absent, if_match=if_match)
+        self._keys.add(key)
+        self._unsure.discard(key)
 
     def _upload(self, folder: str, files: Mapping[str, bytes], epoch: int, version: int) -> Files:
         from concurrent.futures import ThreadPoolExecutor
@@ -306,13 +331,13 @@ class PolicyStore:
     def _claim(self, key: str, data: bytes, epoch: int, version: int) -> None:
         """Write a part of an unpublished version, over what an upload that died may have left there."""
         try:
-            self._objects.put(key, data, if_absent=True)
+            self._put(key, data, if_absent=True)
         except Conflict:
             # The etag first, the fence after it: a newer trainer that writes here changes one or the other.
             found, etag = read(self._objects, key)
             self._fence.check(epoch, version)
             if found != data:
-                self._objects.put(key, data, if_match=etag)
+                self._put(key, data, if_match=etag)
 
     def _fetch(self, remote: str, name: str, files: Files, folder: Path) -> None:
         with (folder / name).open("xb") as file:
@@ -339,6 +364,15 @@ class PolicyStore:
             f"{key} in {self._objects.place} is damaged: expected SHA-256 {sha256}, found {found}, twice; "
             f"{WAY_OUT_OF_DAMAGE}"
         )
+
+
+def _checkpoints(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The keys of each checkpoint by its folder, oldest first."""
+    found: dict[tuple[int, int, str], list[str]] = {}
+    for key in keys:
+        if at := _CHECKPOINT.fullmatch(key):
+            found.setdefault((int(at[3]), int(at[2]), at[1]), []).append(key)
+    return {folder: found[epoch, step, folder] for epoch, step, folder in sorted(found)}
 
 
 def _complete(checkpoints: Mapping[str, list[str]]) -> list[str]:

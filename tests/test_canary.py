@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,8 +18,10 @@ from rolecall.actors.losses import GRPOLoss
 from rolecall.actors.model import load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
 from rolecall.actors.types import Completion, Group, Prompt
+from rolecall.runtime.errors import Unrecoverable
 from rolecall.runtime.store import PolicyStore, Store, StoreError
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 
 def sampled(engine: TransformersEngine) -> Group:
@@ -75,6 +77,82 @@ def test_it_is_of_the_run_s_seed_and_the_same_in_every_version(store: PolicyStor
         assert len(told.ids) == len(told.logprobs) == 8
         assert len(told.prompt_ids) > 32  # a whole block of any prefix cache
     assert canary_tokens(tokenizer, 4)[1] != tokens[1]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """A model that has no more than so many positions, each with a learned embedding."""
+
+    def made(positions: int) -> str:
+        folder = tmp_path_factory.mktemp("small")
+        tokenizer = load_tokenizer("tiny")
+        tokenizer.save_pretrained(folder)
+        config = GPT2Config(
+            vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=positions,
+            initializer_range=0.3, bos_token_id=None, eos_token_id=1,
+        )  # fmt: skip
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            GPT2LMHeadModel(config).save_pretrained(folder)
+        return str(folder)
+
+    return made
+
+
+@pytest.mark.parametrize("positions", [16, 64])
+def test_a_model_with_few_positions_has_a_shorter_one(
+    small: Callable[[int], str], tmp_path: Path, positions: int
+):
+    model = small(positions)
+    learner = Learner(model, rank=8, alpha=16, lr=1e-3, loss=GRPOLoss(), temperature=1.0, seed=3)
+    told = learner.canary()
+    whole = canary_tokens(load_tokenizer(model), 3)
+    assert len(whole[0]) > 64
+    assert (told.prompt_ids, told.ids) == (whole[0][: positions - 8], whole[1])
+    for name, content in (learner.adapter() | {CANARY: msgspec.json.encode(told)}).items():
+        (tmp_path / name).write_bytes(content)
+    honest = TransformersEngine(load_model(model, device="cpu", dtype="float32"), load_tokenizer(model))
+    honest.load(0, "", tmp_path)
+    attest(honest, tmp_path, "w")
+
+
+def test_the_room_a_text_needs_is_all_that_is_taken():
+    tokenizer = load_tokenizer("tiny")
+    whole = canary_tokens(tokenizer, 3)
+    enough = len(whole[0]) + len(whole[1])
+    assert canary_tokens(tokenizer, 3, enough) == canary_tokens(tokenizer, 3, 512) == whole
+    assert len(canary_tokens(tokenizer, 3, enough - 1)[0]) == len(whole[0]) - 1
+
+
+def test_too_few_positions_for_any_is_said(small: Callable[[int], str]):
+    learner = Learner(small(15), rank=8, alpha=16, lr=1e-3, loss=GRPOLoss(), temperature=1.0, seed=3)
+    with pytest.raises(
+        Unrecoverable, match=r"reads only 15 tokens at once, and the canary .* needs 16: choose"
+    ):
+        learner.canary()
+
+
+def test_one_of_a_model_with_an_attention_window_is_within_it(tmp_path: Path):
+    """The trainer's mask has no window: beyond it, an honest engine would say something else."""
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.save_pretrained(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, use_sliding_window=True,
+            sliding_window=24, max_window_layers=1,
+        )  # fmt: skip
+        Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    model = str(tmp_path)
+    learner = Learner(model, rank=8, alpha=16, lr=1e-3, loss=GRPOLoss(), temperature=1.0, seed=3)
+    told = learner.canary()
+    assert len(told.prompt_ids + told.ids) == 24
+    for name, content in (learner.adapter() | {CANARY: msgspec.json.encode(told)}).items():
+        (tmp_path / name).write_bytes(content)
+    honest = TransformersEngine(load_model(model, device="cpu", dtype="float32"), load_tokenizer(model))
+    honest.load(0, "", tmp_path)
+    attest(honest, tmp_path, "w")
 
 
 def test_its_logprobs_are_a_plain_forward_s_at_temperature_1(store: PolicyStore):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rolecall.runtime.objects import FolderObjects, Objects, StoreError
-from rolecall.runtime.store import PolicyStore
+from rolecall.runtime.store import Fenced, PolicyStore
 
 from .stores import Killed, adapter, contents, dying_at, opened
 
@@ -70,6 +70,8 @@ def test_collect_keeps_what_is_needed(objects: Objects, tmp_path: Path):
         trainer.save_checkpoint({"a": b""}, step=step, epoch=epoch)
     objects.put("checkpoints/step-000035/e1/died", b"")
     objects.put("checkpoints/step-000050/e1/on-its-way", b"")
+    trainer = opened(objects, tmp_path)  # the next start
+    trainer.take_epoch()
     trainer.collect(keep=2, keep_checkpoints=2)
     assert {key.split("/")[1] for key in objects.list("policy/v")} == {
         "v000000",
@@ -112,6 +114,136 @@ def test_collect_keeps_the_versions_of_checkpoints(store: PolicyStore, objects: 
 def test_collect_never_takes_the_newest(store: PolicyStore, keep: int, keep_checkpoints: int):
     with pytest.raises(ValueError, match="at least 0 and 1"):
         store.collect(keep=keep, keep_checkpoints=keep_checkpoints)
+
+
+class Watched:
+    """A hook that notes what is listed and deleted, and fails requests of `failing`, a method and a key's end."""
+
+    def __init__(self) -> None:
+        self.listed: list[str] = []
+        self.deleted: list[str] = []
+        self.failing: tuple[str, str] | None = None
+
+    def before(self, method: str, key: str) -> None:
+        if self.failing and method == self.failing[0] and key.endswith(self.failing[1]):
+            raise StoreError(f"no answer to {method} {key}")
+        if method == "list":
+            self.listed.append(key)
+        if method == "delete":
+            self.deleted.append(key)
+
+
+def a_run(trainer: PolicyStore, epoch: int, first: int, last: int) -> None:
+    """Versions `first` to `last`: a checkpoint every third, and a collection after each."""
+    for version in range(first, last + 1):
+        if version % 3 == 0:
+            trainer.save_checkpoint({"a": b"", "b": b""}, step=version, epoch=epoch)
+        trainer.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+        trainer.collect(keep=2)
+
+
+def test_a_run_lists_the_store_once(objects: Objects, tmp_path: Path):
+    watched = Watched()
+    trainer = opened(objects, tmp_path, watched.before)
+    a_run(trainer, trainer.take_epoch(), 0, 20)
+    assert watched.listed == [""]
+    assert len(watched.deleted) == len(set(watched.deleted))
+    # Checkpoints at 15 and 18 were saved under versions 14 and 17.
+    assert objects.list("policy/v") == [
+        f"policy/v{version:06d}/{name}"
+        for version in (0, 14, 17, 18, 19, 20)
+        for name in ("adapter_config.json", "adapter_model.safetensors", "manifest.json")
+    ]
+    assert objects.list("checkpoints/") == [
+        f"checkpoints/step-{step:06d}/e1/{name}" for step in (15, 18) for name in ("a", "b", "manifest.json")
+    ]
+
+
+def test_what_an_upload_that_died_left_goes_at_the_next_start(objects: Objects, tmp_path: Path):
+    old = opened(objects, tmp_path)
+    epoch = old.take_epoch()
+    a_run(old, epoch, 0, 4)
+    with pytest.raises(Killed):
+        opened(objects, tmp_path, dying_at(4)).publish({"x": b"", "y": b""}, version=5, step=5, epoch=epoch)
+    with pytest.raises(Killed):
+        opened(objects, tmp_path, dying_at(4)).save_checkpoint({"a": b"", "z": b""}, step=5, epoch=epoch)
+    left = {"policy/v000005/x", "policy/v000005/y", "checkpoints/step-000005/e1/z"}
+    assert left < set(objects.list(""))
+
+    watched = Watched()
+    new = opened(objects, tmp_path, watched.before)
+    a_run(new, new.take_epoch(), 5, 12)
+    assert watched.listed == [""]
+    assert not left & set(objects.list(""))
+    assert not [key for key in objects.list("checkpoints/") if "/e1/" in key]
+
+
+def test_an_overtaken_trainer_deletes_nothing(objects: Objects, tmp_path: Path):
+    """What it remembers says that version 4 can go: it does not know the checkpoint that needs it."""
+    watched = Watched()
+    old = opened(objects, tmp_path, watched.before)
+    a_run(old, old.take_epoch(), 0, 4)
+    new = opened(objects, tmp_path)
+    epoch = new.take_epoch()
+    new.save_checkpoint({"a": b""}, step=4, epoch=epoch)
+    for version in range(5, 10):
+        new.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+    before, watched.deleted = objects.list(""), []
+    with pytest.raises(Fenced, match=r"another trainer has started on run 'r' \(epoch 2\)"):
+        old.collect(keep=0)
+    assert watched.deleted == [] and objects.list("") == before
+    new.collect(keep=0)
+    assert {key.split("/")[1] for key in objects.list("policy/v")} == {
+        "v000000",
+        "v000002",
+        "v000004",
+        "v000009",
+    }
+
+
+@pytest.mark.parametrize("failing", [("put", "manifest.json"), ("put", "b"), ("delete", "manifest.json")])
+def test_after_a_request_that_failed_it_looks_again(
+    objects: Objects, tmp_path: Path, failing: tuple[str, str]
+):
+    """Whether it was carried out is not known."""
+    watched = Watched()
+    trainer = opened(objects, tmp_path, watched.before)
+    epoch = trainer.take_epoch()
+    a_run(trainer, epoch, 0, 9)
+    watched.failing = failing
+    with pytest.raises(StoreError, match="no answer"):
+        if failing[0] == "put":
+            trainer.save_checkpoint({"a": b"", "b": b""}, step=10, epoch=epoch)
+        else:
+            trainer.collect(keep=0)
+    watched.failing = None
+    trainer.collect(keep=2)
+    a_run(trainer, epoch, 11, 30)
+    assert watched.listed == ["", ""]
+    assert {key.split("/")[1] for key in objects.list("checkpoints/")} == {"step-000027", "step-000030"}
+
+
+def test_who_writes_again_after_another_did_forgets_what_was_there(objects: Objects, tmp_path: Path):
+    watched = Watched()
+    first, second = opened(objects, tmp_path, watched.before), opened(objects, tmp_path)
+    a_run(first, first.take_epoch(), 0, 9)
+    a_run(second, second.take_epoch(), 10, 15)  # deletes the checkpoints of steps 6 and 9
+    first.take_epoch()
+    first.collect(keep=0, keep_checkpoints=4)
+    assert watched.listed == ["", ""]
+    assert {key[8:14] for key in objects.list("policy/v")} == {"000000", "000011", "000014", "000015"}
+
+
+def test_who_took_no_epoch_lists_each_time(objects: Objects, tmp_path: Path):
+    """It does not know what the trainer writes meanwhile."""
+    trainer, watched = opened(objects, tmp_path), Watched()
+    other = opened(objects, tmp_path, watched.before)
+    epoch = trainer.take_epoch()
+    for version in range(4):
+        trainer.publish(adapter(str(version)), version=version, step=version, epoch=epoch)
+        other.collect(keep=0)
+        assert {key[8:14] for key in objects.list("policy/v")} == {"000000", f"{version:06d}"}
+    assert watched.listed == [""] * 4
 
 
 ACTIONS = st.one_of(

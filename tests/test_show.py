@@ -20,8 +20,6 @@ DIFFERENCE = """\
 +++ async_grpo
 - prompts.max_staleness: 0
 + prompts.max_staleness: 2
-- rollout.max_staleness: 0
-+ rollout.max_staleness: 2
 - trainer.max_staleness: 0
 + trainer.max_staleness: 2
 - trainer.groups: ─▶ rollout
@@ -32,6 +30,8 @@ DIFFERENCE = """\
 + buffer.prompts: ─▶ prompts
 + buffer.weights: Store(url='file://')
 + rollout elastic: yes
++ rollout.max_staleness: 2
++ rollout.inflight_swap: False
 + rollout.sink: ─▶ buffer"""
 
 
@@ -45,6 +45,22 @@ def test_one_that_ends_with_one_role():
     shown = picture(graph).splitlines()
     assert shown[-1] == "  until trainer has finished"
     assert shown[3].split()[:2] == ["rollout", "RolloutWorker"]
+
+
+def test_a_role_that_may_grow_and_one_with_another_interpreter():
+    graph = async_grpo.build(async_grpo.Config(engine_python="/vllm/bin/python"))
+    lines = picture(graph).splitlines()
+    assert lines[3] == "  buffer              Buffer          prompts ─▶ prompts"
+    assert lines[4].startswith("  rollout ×2 or more  RolloutWorker   prompts ─▶ prompts, ")
+    assert lines[-2:] == [
+        "  rollout runs in /vllm/bin/python",
+        "  until trainer and evaluator have finished",
+    ]
+    for replicas in (0, 1):  # none but those that join, and one and those
+        graph.place(Ref("rollout"), replicas=replicas, elastic=True)
+        shown = picture(graph)
+        assert f"\n  rollout ×{replicas} or more  RolloutWorker " in shown
+        assert "runs in" not in shown
 
 
 def test_the_difference_is_edges_and_settings():
@@ -66,6 +82,19 @@ def test_replicas_and_restarts_are_part_of_the_difference():
     one, two = (sync_grpo.build(sync_grpo.Config(rollout_workers=count)) for count in (1, 2))
     marked = difference(one, two).splitlines()[2:]
     assert "- rollout: RolloutWorker" in marked and "+ rollout: RolloutWorker ×2" in marked
+
+
+def test_where_a_role_runs_is_part_of_the_difference():
+    one, two = (sync_grpo.build(sync_grpo.Config(engine_python=path)) for path in ("", "/vllm/bin/python"))
+    assert difference(one, two).splitlines()[2:] == ["+ rollout runs in: /vllm/bin/python"]
+    assert difference(two, one).splitlines()[2:] == ["- rollout runs in: /vllm/bin/python"]
+    two = sync_grpo.build(sync_grpo.Config())
+    for graph, replicas in ((one, 1), (two, 0)):
+        graph.place(Ref("rollout"), replicas=replicas, elastic=True)
+    assert difference(one, two).splitlines()[2:] == [
+        "- rollout: RolloutWorker",
+        "+ rollout: RolloutWorker ×0",
+    ]
 
 
 def test_supervisors_of_their_own_are_part_of_the_picture_and_the_difference():

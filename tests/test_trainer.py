@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -23,6 +24,8 @@ from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.store import PolicyStore, Store
 
 from .fakes import Direct, FakeRollout, FakeTrainer, begin, group, ref
+from .faults import FaultProxy
+from .s3 import S3Server
 
 
 class Died(Exception):
@@ -293,6 +296,28 @@ def test_versions_and_checkpoints_now_and_then(tmp_path: Path):
         trainer.step()
     head = trainer.store.head()
     assert head is not None and (head.version, head.step, head.final) == (3, 5, True)
+
+
+@pytest.mark.slow
+def test_its_loop_lists_the_bucket_once(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    weights = Store(f"s3://{s3_server.bucket}/{secrets.token_hex(8)}")
+    Source([batch(version, version) for version in range(40)])
+    with FaultProxy(s3_server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        for steps, in_the_loop in ((15, 0), (25, 1)):  # the first has collected with its version 0
+            trainer = started(tmp_path, steps=40, weights=weights, max_staleness=0)
+            at_the_start = lists(proxy)
+            for _ in range(steps):
+                trainer.step()
+            assert len(lists(proxy)) == len(at_the_start) + in_the_loop
+        deleted = {seen.path.split("/")[-2] for seen in proxy.of("DELETE", "/manifest.json")}
+    assert {f"v{version:06d}" for version in range(1, 38)} <= deleted
+
+
+def lists(proxy: FaultProxy) -> list[str]:
+    return [seen.path for seen in proxy.of("GET") if "list-type=2" in seen.path]
 
 
 def test_started_again_at_its_end_it_has_nothing_to_do(tmp_path: Path):

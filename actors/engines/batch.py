@@ -48,7 +48,7 @@ class Batch:
         pads = torch.tensor([self._width - length for length in self._lengths], device=device)
         positions = (columns - pads[:, None]).clamp(min=0)
         self._position = positions[:, -1:]
-        self.logits = forward(self._cache, ids.to(device), mask, positions)
+        self.logits = forward(self._cache, ids.to(device), mask, positions)[:, -1]
         self._mask = self._mask_of_steps()
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Batch:
         if self._mask is not None and self._mask.shape[-1] < self._width:
             self._mask = self._mask_of_steps()
         mask = None if self._mask is None else self._mask[..., : self._width]
-        self.logits = self._forward(self._cache, tokens[:, None], mask, self._position)
+        self.logits = self._forward(self._cache, tokens[:, None], mask, self._position)[:, -1]
 
     def _mask_up_to(self, end: int) -> torch.Tensor | None:
         """Rows × `end` columns: 0 where padding is; None where there is none."""
@@ -80,6 +80,14 @@ class Batch:
         lowest = torch.finfo(self.logits.dtype).min
         scores = torch.zeros(mask.shape, dtype=self.logits.dtype, device=mask.device)
         return scores.masked_fill(mask == 0, lowest)[:, None, None]
+
+    @staticmethod
+    def logits_of(forward: Forward, prompt: Sequence[int], ids: Sequence[int]) -> torch.Tensor:
+        """Logits (ids × vocabulary) of each of `ids` after the prompt, from one reading of them all."""
+        device = forward.model.device
+        read = torch.tensor([[*prompt, *ids[:-1]]], device=device)
+        positions = torch.arange(read.shape[1], device=device)[None]
+        return forward(_empty_cache(forward.model), read, None, positions, keep=len(ids))[0]
 
     @classmethod
     def gather(cls, parts: Sequence[tuple[Batch, Sequence[int]]]) -> Batch:
@@ -214,9 +222,15 @@ class Forward:
         )
 
     def __call__(
-        self, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor
+        self,
+        cache: DynamicCache,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        keep: int = 1,
     ) -> torch.Tensor:
-        """Logits (rows × vocabulary) after the last of `ids` (rows × new tokens), which the cache takes in.
+        """Logits (rows × keep × vocabulary) after the last `keep` of `ids` (rows × new tokens), which the cache
+        takes in.
 
         mask (rows × tokens so far, new ones included): 0 where padding is; None where there is none.
         """
@@ -226,8 +240,8 @@ class Forward:
             "use_cache": True,
             self._cache: cache,
             "position_ids": positions,
-            "logits_to_keep": 1,
+            "logits_to_keep": keep,
         }
         # A model without position_ids counts from the mask; one without logits_to_keep computes them all.
         known = {name: arguments[name] for name in arguments if name in self._takes}
-        return self.model(**known).logits[:, -1]
+        return self.model(**known).logits[:, -keep:]

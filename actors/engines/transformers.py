@@ -138,21 +138,16 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        """Log-probs of `ids` after the prompt, at temperature 1: a prefill, then token by token, as in `step`.
+        """Log-probs of `ids` after the prompt, at temperature 1: one reading, for nothing is kept between requests.
 
-        Others take a step after each. Raises as `add` and `step` do.
+        It takes about as long as a step. Raises as `add` does.
         """
         self._check([Request([*prompt_ids, *ids[:-1]], 0)], Sampling(max_tokens=1))
-        logprobs = list[torch.Tensor]()
+        if not ids:
+            return []
         self._layers.use(self.version)
-        batch = Batch(self._forward, [prompt_ids])
-        for place, token in enumerate(ids):
-            if place:
-                self._advance()
-                self._layers.use(self.version)
-                batch.extend(torch.tensor([ids[place - 1]], device=self._model.device))
-            logprobs.append(torch.log_softmax(batch.logits[0].float(), dim=-1)[token])
-        return [float(logprob) for logprob in logprobs]
+        logprobs = torch.log_softmax(Batch.logits_of(self._forward, prompt_ids, ids).float(), dim=-1)
+        return logprobs[range(len(ids)), ids].tolist()
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
         if self.version < 0:

@@ -7,11 +7,13 @@ publish_x:   `publish` of a 64 MB adapter, to the moment its version is visible,
 fetch_x:     `fetch`, verified and on the disk, over a bare parallel GET of the same object to a file.
 poll_bytes:  bytes on the wire, both ways and headers included, of asking for a new version when there is none.
 poll_is_304: whether the server's answer to it is a 304.
+applied_p95_s: seconds from a version's being visible to the first token that a worker samples under it, eight
+             workers at once.
+pause_ms:    how much longer a worker's tokens wait for each other at a swap than elsewhere: see `swaps`.
 
 Both ratios are medians over the rounds of one round's ratio, so that what else the machine does weighs on both
 sides. Sides take turns to go first, and each finds 64 MB of memory that was just in use: on a virtual machine
-fresh memory costs as much as the transfer. What a swap costs (from visible to the first token under it, and
-pauses in a worker's stream of tokens) is the worker's to measure, not this file's.
+fresh memory costs as much as the transfer.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from rolecall.runtime.store import PolicyStore
 
 from ..faults import FaultProxy
 from ..s3 import S3Server
+from . import swaps
 
 SIZE = 64 << 20  # bytes
 
@@ -105,7 +108,7 @@ def poll(server: S3Server, scratch: Path) -> dict[str, Any]:
     return {"poll_bytes": last.sent + last.received, "poll_is_304": last.status == 304}
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, versions: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-weights-") as folder:
         scratch = Path(folder)
         (scratch / "s3").mkdir()
@@ -116,6 +119,7 @@ def measure(rounds: int) -> dict[str, Any]:
             sides = Sides(server.bucket, scratch)
             times = [sides.round(number) for number in range(rounds + 1)][1:]  # the first is a warm-up
             polled = poll(server, scratch)
+            swapped = swaps.measure(f"s3://{server.bucket}/swaps", versions)
         finally:
             server.stop()
     result: dict[str, Any] = {}
@@ -124,7 +128,7 @@ def measure(rounds: int) -> dict[str, Any]:
         result[f"{name}_x"] = round(statistics.median(pair["ours"] / pair["bare"] for pair in pairs), 2)
         result[f"{name}_s"] = round(statistics.median(pair["ours"] for pair in pairs), 3)
         result[f"bare_{name}_s"] = round(statistics.median(pair["bare"] for pair in pairs), 3)
-    return {**result, **polled, "bytes": SIZE, "rounds": rounds}
+    return {**result, **polled, **swapped, "bytes": SIZE, "rounds": rounds}
 
 
 def main() -> None:
@@ -132,9 +136,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--versions", type=int, default=12, help="how many versions the workers follow")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     settings = parser.parse_args()
-    result = measure(settings.rounds)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker has seven others beside it
+    result = measure(settings.rounds, settings.versions)
     if settings.json:
         print(json.dumps(result))
     else:
