@@ -65,7 +65,10 @@ class HubJob:
                 self._signal(signal.SIGKILL)
                 self.end("ERROR", "Job timeout")
         else:
-            self.end("ERROR" if code else "COMPLETED", f"exit code {code}" if code else None)
+            self.end(
+                "ERROR" if code else "COMPLETED",
+                f"exit code {code if code > 0 else 128 - code}" if code else None,
+            )
 
     def end(self, stage: str, message: str | None = None) -> None:
         self.stage, self.message, self.ended = stage, message, time.time()
@@ -108,8 +111,9 @@ class Hub:
         self.asked: list[tuple[str, str, bytes]] = []
         self.fail: list[int] = []
         self.lag: set[str] = set()  # jobs that the list does not have yet
+        self.lost_answers = 0  # so many jobs are started of which the client does not hear
         self.asleep = False  # the door of a record's trainer does not answer
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def __enter__(self) -> Hub:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -132,6 +136,12 @@ class Hub:
 
     def of(self, role: str) -> list[HubJob]:
         return [job for job in self.jobs.values() if job.role == role]
+
+    def wait_for(self, role: str, timeout_s: float = 60.0) -> HubJob:
+        """The first job of this role, as soon as there is one."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.of(role), timeout_s), f"no {role} was started"
+            return self.of(role)[0]
 
     def live(self) -> list[str]:
         for job in self.jobs.values():
@@ -175,12 +185,16 @@ class Hub:
             return JSONResponse({"error": "bad request"}, status_code=400)
         id = secrets.token_hex(12)
         job = HubJob(id, spec, self.folder / id)
-        with self._lock:
-            self.jobs[id] = job
         if self.processes:
             self._spawn(job)
         else:
             job.stage = "RUNNING"
+        with self._changed:
+            self.jobs[id] = job
+            self._changed.notify_all()
+        if self.lost_answers:
+            self.lost_answers -= 1
+            return JSONResponse({"error": "as the test wants it"}, status_code=504)
         return self._info(job)
 
     def _spawn(self, job: HubJob) -> None:

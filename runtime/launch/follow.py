@@ -14,7 +14,7 @@ from .hub import HubJobs, Job, JobSpec, Unreachable, answers
 
 __all__ = ["Follower", "cancel_and_wait"]
 
-POLL_S = 5.0
+POLL_S = 3.0
 FAREWELL_S = (
     30.0  # how long the workers of a run that has ended may take to hear of it before they are cancelled
 )

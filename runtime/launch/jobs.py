@@ -98,6 +98,11 @@ def _start_and_follow(
         say(f"jobs may be running: {how}", sys.stderr)
         raise
     say(_summary(record, jobs.jobs()), sys.stdout)
+    if options.follow and code == 0:
+        say(
+            f"the run's folder went with its job; each version of its adapter is in {record.store}",
+            sys.stdout,
+        )
     return code
 
 

@@ -43,8 +43,8 @@ echo 'it has not joined within 30 s'; tail -n 3 log; exit 1
 """
 # A pid may be another's by now: it is the worker only while its command line names this launch.
 _IS_UP = """\
-cd "$HOME/.rolecall/"{name} 2> /dev/null || {{ echo 'never started'; exit 1; }}
-up() {{ grep -qs -- {name} "/proc/$(cat pid)/cmdline"; }}
+cd "$HOME/.rolecall/"{name} 2> /dev/null || {{ echo 'never started'; exit 0; }}
+up() {{ grep -aqs -- {name} "/proc/$(cat pid)/cmdline"; }}
 """
 _STATUS = _IS_UP + 'up && echo -n "running: " || echo -n "ended: "; tail -n 1 log\n'
 _STOP = (
@@ -52,7 +52,7 @@ _STOP = (
     + """\
 up && kill -TERM "$(cat pid)"
 for _ in $(seq 60); do up || break; sleep 0.5; done
-up && kill -KILL "-$(cat pid)"
+up && kill -s KILL -- "-$(cat pid)"
 rm -f token
 echo ended
 """

@@ -1,0 +1,485 @@
+"""Renting machines as jobs: what is agreed to, what is started again, what is told to whom, and what stays: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi
+from rolecall import Unrecoverable
+from rolecall.runtime.cli import main
+from rolecall.runtime.launch.credentials import store_and_keys
+from rolecall.runtime.launch.follow import Follower
+from rolecall.runtime.launch.hub import HubJobs, JobSpec
+from rolecall.runtime.launch.jobs import MAX_RESTARTS
+from rolecall.runtime.launch.prices import cost_usd, usd_per_hour
+from rolecall.runtime.tree import RestartBudget
+
+from .commands import Command
+from .hub import USER, Hub
+from .s3 import S3Server
+
+KEYS = {"AWS_ACCESS_KEY_ID": "HFAKsecretid", "AWS_SECRET_ACCESS_KEY": "secret-secret-key"}
+SMALL = ["steps=3", "batch=2", "group_size=2", "eval_problems=4", "max_tokens=16"]
+
+
+def arguments(*more: str, bucket: str = "ann/weights", workers: int = 2) -> list[str]:
+    return [
+        "launch", "hf-jobs", "async_grpo", "--workers", str(workers), "--flavor", "l4x1", "--trainer-flavor",
+        "a100-large", "--bucket", bucket, "--image", "ann/rolecall", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The platform with jobs that are only records; this process is logged in there, and in an empty folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with Hub(tmp_path / "there", processes=False) as hub:
+        for name, value in (hub.environment() | KEYS).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+        yield hub
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 2) -> str:
+    assert main(arguments) == code
+    return capsys.readouterr().err.removeprefix("rolecall: ").rstrip()
+
+
+def posts(hub: Hub) -> list[str]:
+    return [url for method, url, _ in hub.asked if method == "POST"]
+
+
+# --- the price -------------------------------------------------------------------------------------------
+
+
+def test_the_price_is_named_before_anything_is_started_and_nobody_there_means_no(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments("--timeout", "2h")) == 2
+    out, err = capsys.readouterr()
+    assert out == (
+        "trainer        1 × a100-large           2.50 $/h\n"
+        "workers        2 × l4x1                 1.60 $/h\n"
+        "exposed port   1 × 8700                 0.01 $/h\n"
+        "together 4.11 $ an hour, 8.22 $ if it takes all 2 h\n"
+    )
+    assert err == "rolecall: nobody is here to agree to that price: say --yes\n"
+    assert posts(hub) == []
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("typed", "code", "jobs"), [("y\n", 0, 3), ("\n", 2, 0), ("no\n", 2, 0)])
+def test_at_a_terminal_it_asks(hub: Hub, monkeypatch: pytest.MonkeyPatch, typed: str, code: int, jobs: int):
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        os.write(ours, typed.encode())
+        assert main(arguments("--no-follow")) == code
+    os.close(ours)
+    assert len(hub.jobs) == jobs
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (
+            ["--flavor", "l4x2"],
+            "there is no hardware 'l4x2'; did you mean 'l4x1'? There is: a100-large, cpu-basic, l4x1",
+        ),
+        (["--timeout", "6"], "--timeout 6: write it as 90s, 45m, 6h or 1d"),
+        (["--workers", "0"], "--workers 0: at least one"),
+        (["--bucket", "weights"], "--bucket weights: write it as namespace/name or as s3://name/prefix"),
+        (
+            ["--set", "store=s3://x"],
+            "--set store=s3://x: launch sets that itself, from --bucket and --workers",
+        ),
+        (["--set", "stepz=3"], "async_grpo has no setting 'stepz'; did you mean 'steps'?"),
+    ],
+)
+def test_mistakes_cost_nothing(hub: Hub, capsys: pytest.CaptureFixture[str], flags: list[str], text: str):
+    assert refused(capsys, arguments("--yes", *flags)).startswith(text)
+    assert posts(hub) == []
+
+
+def test_a_recipe_in_a_file_has_to_be_in_the_image(hub: Hub, capsys: pytest.CaptureFixture[str]):
+    mine = [word if word != "async_grpo" else "mine.py" for word in arguments("--yes")]
+    assert "mine.py is a file of this machine, which no job has" in refused(capsys, mine)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [
+        (401, 2, "log in again with `hf auth login`"),
+        (402, 2, "add credit at https://huggingface.co/settings/billing"),
+        (503, 1, "Hugging Face does not give who you are just now (503)"),
+    ],
+)
+def test_a_platform_that_refuses(
+    hub: Hub, capsys: pytest.CaptureFixture[str], status: int, code: int, text: str
+):
+    hub.fail = [status]
+    assert text in refused(capsys, arguments("--yes"), code)
+
+
+def test_minutes_that_have_begun_are_paid_whole():
+    assert cost_usd(61, 0.6) == pytest.approx(0.02)
+    assert cost_usd(0, 0.6) == 0
+    assert usd_per_hour(0.5, "minute") == 30
+    with pytest.raises(Unrecoverable, match="by the 'fortnight'"):
+        usd_per_hour(1, "fortnight")
+
+
+# --- what a job is told ----------------------------------------------------------------------------------
+
+
+def test_a_launch_is_one_trainer_and_its_workers(hub: Hub):
+    assert main(arguments("--yes", "--no-follow", "--timeout", "90m", "--set", "steps=7")) == 0
+    trainer, *workers = [job.spec for job in hub.jobs.values()]
+    assert trainer["command"] == [
+        "rolecall", "run", "async_grpo", "--proxy", "0.0.0.0:8700", "--set", "steps=7",
+        "--set", "rollout_workers=0", "--set", "store=s3://weights/rolecall",
+    ]  # fmt: skip
+    assert trainer["expose"] == {"ports": [8700], "portsPublic": []}
+    (id,) = [job.id for job in hub.of("trainer")]
+    for number, worker in enumerate(workers):
+        assert worker["command"][-1] == f"{hub.endpoint}/gateway/{id}--8700"
+        assert worker["labels"]["role"] == f"worker-{number}"
+        assert "expose" not in worker
+    assert {spec["flavor"] for spec in workers} == {"l4x1"} and trainer["flavor"] == "a100-large"
+    for spec in (trainer, *workers):
+        assert (spec["timeoutSeconds"], spec["dockerImage"]) == (5400, "ann/rolecall")
+        assert spec["labels"]["rolecall"] == next(Path("runs").iterdir()).name
+        assert spec["secrets"]["AWS_ENDPOINT_URL"] == "https://s3.hf.co/ann"
+        assert KEYS.items() <= spec["secrets"].items()
+        assert spec["secrets"]["ROLECALL_TOKEN"] == trainer["secrets"]["ROLECALL_TOKEN"]
+    assert "ROLECALL_BEARER" not in trainer["secrets"]
+    assert workers[0]["secrets"]["ROLECALL_BEARER"] == hub.token
+
+
+def test_secrets_are_told_as_secrets_and_nowhere_else(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("ROLECALL_BEARER", hub.reader)
+    assert main(arguments("--yes", "--no-follow")) == 0
+    assert main(["launch", "status"]) == 0
+    assert main(["launch", "stop"]) == 0
+    hidden = {hub.token, hub.reader, *KEYS.values()}
+    seen = [*capsys.readouterr(), *(path.read_text() for path in Path().rglob("*") if path.is_file())]
+    for _, url, body in hub.asked:
+        spec: dict[str, Any] = json.loads(body) if body else {}
+        hidden |= set(spec.pop("secrets", {}).values())
+        seen += [url, json.dumps(spec)]
+    hidden -= {"https://s3.hf.co/ann", "us-east-1"}
+    assert len(hidden) == 5  # the two tokens of the platform, the bucket's two keys, the run's token
+    assert not [(secret, text) for secret in hidden for text in seen if secret in text]
+    assert hub.jobs and all(
+        job.spec["secrets"].get("ROLECALL_BEARER") != hub.token for job in hub.jobs.values()
+    )
+
+
+def test_where_a_bucket_is():
+    s3 = {**KEYS, "AWS_ENDPOINT_URL": "http://here", "AWS_PROFILE": "mine", "HOME": "/root"}
+    assert store_and_keys("s3://name/a/b", s3) == (
+        "s3://name/a/b",
+        {**KEYS, "AWS_ENDPOINT_URL": "http://here"},
+    )
+    store, keys = store_and_keys("team/weights", s3)
+    assert store == "s3://weights/rolecall"
+    assert keys == KEYS | {
+        "AWS_ENDPOINT_URL": "https://s3.hf.co/team", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    with pytest.raises(Unrecoverable, match="AWS_SECRET_ACCESS_KEY is not set: the jobs need keys"):
+        store_and_keys("team/weights", {"AWS_ACCESS_KEY_ID": "x"})
+
+
+# --- status and stop -------------------------------------------------------------------------------------
+
+
+def test_status_says_what_runs_since_when_and_what_it_has_cost(hub: Hub, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments("--yes", "--no-follow")) == 0
+    for job in hub.jobs.values():
+        job.began -= 3601 - 60
+    hub.of("worker-1")[0].end("ERROR", "exit code 137")
+    capsys.readouterr()
+    assert main(["launch", "status"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"async-grpo-\d{8}-\d{6}-[0-9a-f]{4}, started .*, weights in s3://weights/rolecall", out[0]
+    )
+    rows = [re.sub(r"\S+ \S+ +59 min", "SINCE", re.sub(r" +", " ", line)) for line in out[1:4]]
+    rows = [re.sub(r" [0-9a-f]{24}", "", row) for row in rows]
+    assert rows == [
+        "trainer RUNNING a100-large SINCE 2.51 $",
+        "worker-0 RUNNING l4x1 SINCE 0.80 $",
+        "worker-1 ERROR l4x1 SINCE 0.80 $ exit code 137",
+    ]
+    assert out[4] == "2 of 3 jobs live, 3.31 $ an hour; about 4.11 $ so far"
+
+
+def test_stop_ends_the_workers_first_and_finds_what_no_file_knows_of(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+):
+    hub.lost_answers = 1  # the trainer is started, and the launcher does not hear of it
+    assert main(arguments("--yes")) == 1
+    assert "jobs may be running: `rolecall launch status" in capsys.readouterr().err
+    (trainer,) = hub.jobs.values()
+    worker = JobSpec("worker-0", "x", ["x"], {}, "l4x1", 60)
+    HubJobs(HfApi(hub.endpoint, hub.token), trainer.spec["labels"]["rolecall"], USER).start(worker)
+    assert main(["launch", "stop"]) == 0
+    assert hub.live() == []
+    cancelled = [url.split("/")[-2] for url in posts(hub) if url.endswith("/cancel")]
+    assert [hub.jobs[id].role for id in cancelled] == ["worker-0", "trainer"]
+    assert main(["launch", "stop"]) == 0  # again costs nothing
+    assert len([url for url in posts(hub) if url.endswith("/cancel")]) == 2
+
+
+def test_a_launch_that_is_not_there(hub: Hub, capsys: pytest.CaptureFixture[str]):
+    assert refused(capsys, ["launch", "stop"]).startswith("nothing was launched from runs: start with")
+    assert main(arguments("--yes", "--no-follow")) == 0
+    name = next(Path("runs").iterdir()).name
+    capsys.readouterr()
+    assert (
+        refused(capsys, ["launch", "status", "x"])
+        == f"there is no launch 'x'; the newest in runs are: {name}"
+    )
+    (Path("runs") / name / "launch.json").write_text("{")
+    assert "launch.json is damaged" in refused(capsys, ["launch", "status", name])
+
+
+# --- following -------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A follower in a time that passes only while it waits; `each` is what happens at every wait."""
+
+    def __init__(self, hub: Hub, workers: int, each: Callable[[int], None]) -> None:
+        self.now, self.waits, self.said, self.stopped, self.each = 0.0, 0, list[str](), False, each
+        self.jobs = HubJobs(HfApi(hub.endpoint, hub.token), "a-launch", USER)
+        self.jobs.start(JobSpec("trainer", "image", ["x"], {}, "a100-large", 60, exposes=True))
+        names = [f"worker-{number}" for number in range(workers)]
+        self.follower = Follower(
+            jobs=self.jobs,
+            worker=lambda role, url: JobSpec(role, "image", [url], {}, "l4x1", 60),
+            budgets={name: RestartBudget(MAX_RESTARTS, 3600.0, random.Random(0)) for name in names},
+            bearer=hub.reader,
+            stopped=lambda: self.stopped,
+            clock=lambda: self.now,
+            pause=self.pause,
+            say=self.said.append,
+        )
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.waits += 1
+        assert self.waits < 200, "it never ends"
+        self.each(self.waits)
+
+    def follow(self) -> int:
+        return self.follower.follow()
+
+
+def test_a_worker_is_started_again_three_times_an_hour(hub: Hub):
+    def each(waits: int) -> None:
+        for job in hub.of("worker-0"):
+            if job.stage == "RUNNING":
+                job.end("ERROR", "exit code 1")
+        watch.now += 30
+        if watch.now > 600:
+            hub.of("trainer")[0].end("COMPLETED")
+            hub.of("worker-1")[0].end("COMPLETED")
+
+    watch = Watch(hub, 2, each)
+    assert watch.follow() == 0
+    assert len(hub.of("worker-0")) == 1 + MAX_RESTARTS
+    assert len(hub.of("worker-1")) == 1
+    (away,) = [line for line in watch.said if "stays away" in line]
+    assert away == (
+        "worker-0: it stays away: worker-0 died 4 times (ERROR (exit code 1)) within 3600 s, and 3 restarts are allowed"
+    )
+
+
+def test_losses_of_long_ago_do_not_count(hub: Hub):
+    def each(waits: int) -> None:
+        watch.now += 1000  # a loss every 2,000 s: two of them are within an hour, never four
+        if waits % 2:
+            hub.of("worker-0")[-1].end("ERROR")
+        if waits == 20:
+            hub.of("trainer")[0].end("COMPLETED")
+            hub.of("worker-0")[-1].end("COMPLETED")
+
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 0
+    assert len(hub.of("worker-0")) == 10  # the trainer ends with the tenth not back yet
+
+
+def test_what_somebody_cancelled_or_what_has_finished_is_not_started_again(hub: Hub):
+    def each(waits: int) -> None:
+        hub.of("worker-0")[0].end("CANCELED")
+        hub.of("worker-1")[0].end("COMPLETED")
+        if waits == 5:
+            hub.of("trainer")[0].end("COMPLETED")
+
+    assert Watch(hub, 2, each).follow() == 0
+    assert len(hub.jobs) == 3
+
+
+def test_a_job_that_was_deleted_is_lost(hub: Hub):
+    def each(waits: int) -> None:
+        if waits == 1:
+            del hub.jobs[hub.of("worker-0")[0].id]
+        if waits == 4:
+            hub.of("trainer")[0].end("COMPLETED")
+            hub.of("worker-0")[0].end("COMPLETED")
+
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 0
+    assert "worker-0: DELETED (deleted)" in watch.said
+    assert len([line for line in watch.said if line.startswith("worker-0: started again")]) == 1
+
+
+def test_workers_are_started_when_the_run_answers(hub: Hub):
+    def each(waits: int) -> None:
+        assert hub.of("worker-0") == ([] if waits <= 3 else hub.of("worker-0")[:1])
+        hub.asleep = waits < 3
+        if waits == 6:
+            hub.of("trainer")[0].end("COMPLETED")
+            hub.of("worker-0")[0].end("COMPLETED")
+
+    hub.asleep = True
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 0
+    assert watch.said[:4] == [
+        "trainer: RUNNING",
+        "trainer: it does not answer yet (status 503)",
+        "trainer: it answers",
+        f"worker-0: started as job {hub.of('worker-0')[0].id}",
+    ]
+
+
+def test_a_platform_that_is_away_for_a_while_is_asked_again_and_nothing_is_started_twice(hub: Hub):
+    def each(waits: int) -> None:
+        if waits == 3:
+            hub.of("trainer")[0].end("COMPLETED")
+            hub.of("worker-0")[0].end("COMPLETED")
+
+    watch = Watch(hub, 1, each)
+    hub.lost_answers = 1  # the worker is started, and nobody hears of it
+    assert watch.follow() == 0
+    assert len(hub.of("worker-0")) == 1
+    away = "Hugging Face does not give a job for worker-0 just now (504): trying again"
+    assert watch.said.count(away) == 1
+
+
+def test_a_job_that_the_list_does_not_have_yet_is_not_started_twice(hub: Hub):
+    def each(waits: int) -> None:
+        hub.lag = set(hub.jobs) if waits < 5 else set()
+        if waits == 8:
+            hub.of("trainer")[0].end("COMPLETED")
+            hub.of("worker-0")[0].end("COMPLETED")
+
+    assert Watch(hub, 1, each).follow() == 0
+    assert len(hub.jobs) == 2
+
+
+def test_a_run_that_has_ended_waits_for_its_workers_and_then_ends_them(hub: Hub):
+    def each(waits: int) -> None:
+        if waits == 1:
+            hub.of("trainer")[0].end("COMPLETED")
+        if waits == 3:
+            hub.of("worker-0")[0].end("COMPLETED")
+
+    watch = Watch(hub, 2, each)
+    assert watch.follow() == 0
+    assert {role: hub.of(role)[0].stage for role in ("worker-0", "worker-1")} == {
+        "worker-0": "COMPLETED",
+        "worker-1": "CANCELED",
+    }
+    assert 30 <= watch.now < 60
+
+
+def test_a_lost_trainer_ends_the_launch_and_says_why(hub: Hub):
+    def each(waits: int) -> None:
+        if waits == 1:
+            hub.of("trainer")[0].end("ERROR", "exit code 137")
+
+    watch = Watch(hub, 2, each)
+    assert watch.follow() == 1
+    assert hub.live() == [] and len(hub.jobs) == 3
+    assert watch.said[-1] == (
+        "the trainer's job is lost (ERROR (exit code 137)), and a run does not go on in another one: its versions "
+        "are in the bucket; launch it anew"
+    )
+
+
+def test_a_trainer_without_workers_to_come_is_not_paid_for(hub: Hub):
+    def each(waits: int) -> None:
+        for job in hub.of("worker-0"):
+            job.end("ERROR", "no space left")
+
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 1
+    assert hub.of("trainer")[0].stage == "CANCELED"
+    assert watch.said[-1] == "no worker is left, and none will come: ending the trainer too"
+
+
+def test_whoever_follows_starts_nothing_once_somebody_stops_the_launch(hub: Hub):
+    def each(waits: int) -> None:
+        watch.stopped = True
+        hub.of("worker-0")[0].end("ERROR", "exit code 143")
+
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 130
+    assert len(hub.jobs) == 2
+
+
+# --- all of it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path: Path, s3_server: S3Server):
+    """Price, trainer, gateway, worker; the worker's machine is taken away before it has done anything."""
+    here = tmp_path / "here"
+    here.mkdir()
+    sets = [word for setting in SMALL for word in ("--set", setting)]
+    bucket = f"s3://{s3_server.bucket}/launched"
+    with Hub(tmp_path / "there") as hub:
+        environment = hub.environment() | s3_server.environment() | {"ROLECALL_BEARER": hub.reader}
+        command = Command(arguments(*sets, "--yes", bucket=bucket, workers=1), here, environment)
+        hub.wait_for("worker-0").kill()
+        code, out, err = command.finish(120)
+        assert code == 0, out + err
+        assert Command(["launch", "stop"], here, environment).finish()[0] == 0
+        assert [job.stage for job in hub.jobs.values()] == ["COMPLETED", "ERROR", "COMPLETED"]
+        assert " in 3 steps" in out
+        assert "worker-0: ERROR (exit code 137)\nworker-0: started again as job " in out
+        assert f"each version of its adapter is in {bucket}" in out
+        assert [job.role for job in hub.jobs.values() if _is_alive(job.id)] == []
+        hidden = [hub.token, hub.reader, s3_server.access_key, s3_server.secret_key]
+        hidden.append(hub.of("trainer")[0].spec["secrets"]["ROLECALL_TOKEN"])
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.name != "token" and not path.name.startswith("tmp."):
+            found = [secret for secret in hidden if secret.encode() in path.read_bytes()]
+            assert found == [], path
+    assert not any(secret in out + err for secret in hidden)
+
+
+def _is_alive(id: str) -> bool:
+    """Whether any process of this job is left, however far removed."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"JOB_ID={id}".encode() in (entry / "environ").read_bytes():
+                    return True
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+    return False
