@@ -7,8 +7,11 @@ import os
 import pty
 import random
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,17 @@ from rolecall.runtime.launch.follow import Follower
 from rolecall.runtime.launch.hub import HubJobs, JobSpec
 from rolecall.runtime.launch.jobs import MAX_RESTARTS
 from rolecall.runtime.launch.prices import cost_usd, usd_per_hour
+from rolecall.runtime.recipe import load_recipe
+from rolecall.runtime.ref import Call
+from rolecall.runtime.remote import TOKEN_HEADER, RemoteActor, fetch_about
 from rolecall.runtime.tree import RestartBudget
 
 from .commands import Command
 from .hub import USER, Hub
+from .processes import GRAPHS
 from .s3 import S3Server
 
+Desk = load_recipe(str(GRAPHS / "door.py")).Desk
 KEYS = {"AWS_ACCESS_KEY_ID": "HFAKsecretid", "AWS_SECRET_ACCESS_KEY": "secret-secret-key"}
 SMALL = ["steps=3", "batch=2", "group_size=2", "eval_problems=4", "max_tokens=16"]
 
@@ -200,6 +208,32 @@ def test_where_a_bucket_is():
     }  # fmt: skip
     with pytest.raises(Unrecoverable, match="AWS_SECRET_ACCESS_KEY is not set: the jobs need keys"):
         store_and_keys("team/weights", {"AWS_ACCESS_KEY_ID": "x"})
+
+
+def test_what_a_gateway_asks_for_goes_beside_the_runs_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    heard: list[tuple[str | None, str | None]] = []
+
+    class Gateway(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append((self.headers[TOKEN_HEADER], self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"id": 7, "scores": []}')
+
+    token = tmp_path / "token"
+    token.write_text("the-token")
+    with HTTPServer(("127.0.0.1", 0), Gateway) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for number, bearer in enumerate(("", "hf_reader")):
+            monkeypatch.setenv("ROLECALL_BEARER", bearer)
+            fetch_about(f"{url}/{number}", token)
+            desk = RemoteActor("desk", f"{url}/{number}", token, Desk)
+            desk.ask(Call("take", (7,), {}), float("inf"), lambda: None)
+        server.shutdown()
+        thread.join()
+    assert heard == [("the-token", None)] * 2 + [("the-token", "Bearer hf_reader")] * 2
 
 
 # --- status and stop -------------------------------------------------------------------------------------
@@ -440,6 +474,27 @@ def test_whoever_follows_starts_nothing_once_somebody_stops_the_launch(hub: Hub)
     watch = Watch(hub, 1, each)
     assert watch.follow() == 130
     assert len(hub.jobs) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_jobs_alone_and_stop_ends_who_follows(tmp_path: Path):
+    with Hub(tmp_path / "there", processes=False) as hub:
+        environment = hub.environment() | KEYS
+        first = Command(arguments("--yes", workers=1), tmp_path, environment)
+        hub.wait_for("worker-0")
+        os.kill(first.process.pid, signal.SIGINT)
+        code, _, err = first.finish()
+        assert (code, hub.live()) == (130, ["trainer", "worker-0"])
+        assert err.startswith(
+            "the jobs go on, and nothing that is lost is started again: `rolecall launch status "
+        )
+        assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
+        hub.jobs.clear()
+        second = Command(arguments("--yes", workers=1), tmp_path, environment)
+        hub.wait_for("worker-0")
+        assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
+        assert second.finish()[0] == 130
+        assert len(hub.jobs) == 2 and hub.live() == []
 
 
 # --- all of it -------------------------------------------------------------------------------------------

@@ -14,47 +14,19 @@ from rolecall.runtime.launch.credentials import AWS
 from rolecall.runtime.launch.kubernetes import manifest
 
 from .commands import until
+from .hosts import install
 
-# It notes what it was called with, and runs the command here, in a home of the host's own.
-SSH = """\
-#!/bin/sh
-while [ "$1" = -o ]; do shift 2; done
-host=$1; shift
-echo "$host" "$@" >> {here}/ssh.log
-[ "$host" = down ] && { echo "ssh: connect to host down port 22: No route to host" >&2; exit 255; }
-export HOME={here}/"$host"; mkdir -p "$HOME"; cd "$HOME"; exec sh -c "$*"
-"""
-# `rolecall join`, as far as a host can tell; the host called `old` has none that works.
-ROLECALL = """\
-#!/bin/sh
-echo "$0" "$@" > "$HOME/called"
-env > "$HOME/environment"
-case "$HOME" in *old) echo "rolecall: the run at $2 refused the token"; exit 2;; esac
-echo "run join-async_grpo, in $HOME"
-trap 'kill $!; echo "left the run"; exit 0' TERM
-sleep 1000 & wait
-"""
-KUBECTL = """\
-#!/bin/sh
-echo "$@" >> {here}/kubectl.log
-[ "$1" = apply ] && cat > {here}/applied.yaml
-exit 0
-"""
 SECRET = 'it\'s "secret" $HOME'  # what a shell would love to read otherwise
 HIDDEN = [SECRET, "secret-key", "hf_reader"]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the programs above first on the path, and this process in it."""
-    (tmp_path / "bin").mkdir()
-    for name, text in (("ssh", SSH), ("rolecall", ROLECALL), ("kubectl", KUBECTL)):
-        program = tmp_path / "bin" / name
-        program.write_text(text.replace("{here}", str(tmp_path)))
-        program.chmod(0o755)
+    """A folder that stands in for hosts and cluster, and this process in it."""
+    bin = install(tmp_path)
     (tmp_path / "token").write_text(f"{SECRET}\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-key")
     monkeypatch.setenv("ROLECALL_BEARER", "hf_reader")
     return tmp_path

@@ -67,5 +67,5 @@ def estimate(rented: Sequence[Rented], timeout_s: int) -> str:
     ]
     hours = timeout_s / 3600
     return "\n".join(
-        [*lines, f"together {total:.2f} $ an hour, {total * hours:.2f} $ if it takes all {hours:g} h"]
+        [*lines, f"together {total:.2f} $ an hour, {total * hours:.2f} $ if it takes all {hours:.3g} h"]
     )
