@@ -184,7 +184,6 @@ def test_the_job_that_is_printed(here: Path, capsys: pytest.CaptureFixture[str])
                             "secret": {
                                 "secretName": "rolecall",
                                 "items": [{"key": "token", "path": "token"}],
-                                "defaultMode": 0o400,
                             },
                         }
                     ],

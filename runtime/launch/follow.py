@@ -124,10 +124,10 @@ class Follower:
             return 0
         if trainer.stage == "CANCELED":
             return 130
-        # What was leased and buffered was in its container, and a run can't be taken up without it.
+        # What it had leased and buffered was in its container, so no other job can take the run up.
         self.say(
-            f"the trainer's job is lost ({_described(trainer)}), and a run does not go on in another one: its "
-            "versions are in the bucket; launch it anew"
+            f"the trainer's job has failed ({_described(trainer)}); what it said last is above. A run does not go "
+            "on in another job: its versions are in the bucket; launch it anew"
         )
         return 1
 

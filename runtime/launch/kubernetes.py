@@ -39,7 +39,7 @@ def manifest(*, name: str, url: str, workers: int, image: str, secret: str, gpus
     }
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-    token = {"secretName": secret, "items": [{"key": "token", "path": "token"}], "defaultMode": 0o400}
+    token = {"secretName": secret, "items": [{"key": "token", "path": "token"}]}
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 60,

@@ -77,11 +77,9 @@ def load(path: Path) -> OnHub | OnHosts | InCluster:
 
 
 def find_launch(root: Path, name: str | None) -> OnHub | OnHosts | InCluster:
-    """A launch by its name, or the path of its folder; without a name the newest below `root`."""
-    if name is not None:
-        for folder in (Path(name), root / name):
-            if (folder / FILE).exists():
-                return load(folder / FILE)
+    """A launch by its name; without one the newest below `root`. Raises Unrecoverable (exit code 2) for none."""
+    if name is not None and (root / name / FILE).exists():
+        return load(root / name / FILE)
     launches: list[OnHub | OnHosts | InCluster] = []
     for path in root.glob(f"*/{FILE}"):
         with contextlib.suppress(Unrecoverable):  # one damaged file must not hide the others
