@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -341,7 +342,9 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path
     with Hub(tmp_path / "there") as hub:
         environment = hub.environment() | s3_server.environment() | {"ROLECALL_BEARER": hub.reader}
         command = Command(arguments(*sets, "--yes", bucket=bucket, workers=1), here, environment)
-        hub.wait_for("worker-0").kill()
+        worker = hub.wait_for("worker-0")
+        command_lines = _all_command_lines()
+        worker.kill()
         code, out, err = command.finish(120)
         assert code == 0, out + err
         assert Command(["launch", "stop"], here, environment).finish()[0] == 0
@@ -356,7 +359,18 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path
         if path.is_file() and path.name != "token" and not path.name.startswith("tmp."):
             found = [secret for secret in hidden if secret.encode() in path.read_bytes()]
             assert found == [], path
-    assert not any(secret in out + err for secret in hidden)
+    assert "rolecall run async_grpo --proxy" in command_lines
+    assert not any(secret in out + err + command_lines for secret in hidden)
+
+
+def _all_command_lines() -> str:
+    """Of every process there is now, as any user of the machine can read them."""
+    text = ""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                text += (entry / "cmdline").read_text(errors="replace").replace("\0", " ") + "\n"
+    return text
 
 
 def _is_alive(id: str) -> bool:
