@@ -74,12 +74,7 @@ def test_the_end_comes_after_the_last_words(poller: select.epoll):
     assert receiver.ended
 
 
-@given(
-    said=st.integers(0, 20),
-    read_before=st.integers(0, 20),
-    unread=st.integers(0, 3),
-    told_after=st.integers(0, 3),
-)
+@given(said=st.integers(0, 20), read_before=st.integers(0, 20), unread=st.integers(0, 3), told_after=st.integers(0, 3))
 def test_last_words_are_all_heard_also_of_one_that_left_mail_unread(
     said: int, read_before: int, unread: int, told_after: int
 ):
@@ -90,9 +85,7 @@ def test_last_words_are_all_heard_also_of_one_that_left_mail_unread(
         words = [b"%d." % number for number in range(said)]
         for word in words:
             sender.send(word)
-        heard = [
-            bytes(word) for _ in range(min(read_before, said)) if (word := receiver.receive()) is not None
-        ]
+        heard = [bytes(word) for _ in range(min(read_before, said)) if (word := receiver.receive()) is not None]
         sender.close()
         for _ in range(told_after):
             receiver.send(b"too late")
