@@ -1,10 +1,11 @@
-"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join`."""
+"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join|launch`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import io
+import os
 import secrets
 import signal
 import sys
@@ -19,6 +20,8 @@ from msgspec.structs import replace
 from .console import Console, actors_table, say, terminal_width
 from .errors import RolecallError, Unrecoverable
 from .graph import Graph
+from .launch.commands import add_launch_commands
+from .launch.credentials import TOKEN
 from .logs import log_names, read_logs
 from .recipe import configure, load_recipe
 from .runs import RunFolder, create_run, find_run, named, nobody
@@ -95,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument("url", help="the run's proxy, as http://host:port")
     join.add_argument("--token-file", type=Path, required=True, help="a copy of the run's token file")
     join.add_argument("--workers", type=int, default=1, help="how many (default: 1)")
+    launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
+    add_launch_commands(launch)
     return parser
 
 
@@ -172,7 +177,8 @@ def _add_proxy(graph: Graph, run: RunFolder, host: str, port: int) -> None:
 
     token_file = run.path / "token"
     token_file.touch(mode=0o600)
-    token_file.write_text(secrets.token_urlsafe(32) + "\n")
+    # Whoever launches a run gives it the token that its workers have; no child needs it.
+    token_file.write_text((os.environ.pop(TOKEN, "") or secrets.token_urlsafe(32)) + "\n")
     info = run.info
     about = {"run": info.id, "recipe": info.recipe, "config": info.config}
     add_proxy(graph, host=host, port=port, token_file=token_file, about=about)

@@ -7,6 +7,7 @@ again. Bodies are JSON of known types: nothing from another machine is ever unpi
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
     from .ref import Call
 
-__all__ = ["TOKEN_HEADER", "RemoteActor", "fetch_about", "read_token"]
+__all__ = ["BEARER", "TOKEN_HEADER", "RemoteActor", "fetch_about", "read_token"]
 
 TOKEN_HEADER = "X-Rolecall-Token"  # noqa: S105  the header's name, not a secret; gateways need Authorization
+BEARER = "ROLECALL_BEARER"  # the variable with what a platform's gateway wants as Authorization: Bearer
 GIVE_UP_S = 120.0  # a proxy that restarts is back within seconds; a run that has ended never is
 _clients: dict[str, httpx.Client] = {}
 
@@ -44,13 +46,18 @@ def read_token(path: Path) -> str:
     return token
 
 
+def _headers(token_file: Path) -> dict[str, str]:
+    """The run's own token and, if the run is behind a platform's gateway, what that asks for."""
+    bearer = os.environ.get(BEARER)
+    return {TOKEN_HEADER: read_token(token_file)} | ({"Authorization": f"Bearer {bearer}"} if bearer else {})
+
+
 def fetch_about(url: str, token_file: Path) -> dict[str, Any]:
     """What a run says of itself: recipe, config. Raises Unrecoverable (exit code 2) if there is none."""
     import httpx
 
-    headers = {TOKEN_HEADER: read_token(token_file)}
     try:
-        response = httpx.get(f"{url}/v1/run", headers=headers, timeout=10.0)
+        response = httpx.get(f"{url}/v1/run", headers=_headers(token_file), timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unrecoverable(
             f"no run answers at {url} ({error}): check the address, and that the run was started with --proxy",
@@ -152,6 +159,6 @@ class RemoteActor:
         import httpx
 
         if self.url not in _clients:
-            headers = {TOKEN_HEADER: read_token(self.token_file), "Content-Type": "application/json"}
+            headers = {**_headers(self.token_file), "Content-Type": "application/json"}
             _clients[self.url] = httpx.Client(headers=headers, timeout=30.0)
         return _clients[self.url]

@@ -24,6 +24,7 @@ FLAGS = {
     "stop": ["--runs"],
     "sample": ["--runs"],
     "join": ["--runs", "--token-file", "--workers"],
+    "launch": [],  # its own commands are in test_launch.py
 }
 RESULT = {
     "recipe", "steps", "accuracy_before", "accuracy_after", "wall_s", "first_step_s", "adapter", "restarts",

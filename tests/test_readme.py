@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from rolecall.actors.tiny import BASE
 from rolecall.actors.tiny.problems import held_out, training
 
 from .commands import Command, lines, proxy_url, until
+from .hosts import install
+from .hub import Hub
 from .s3 import S3Server
 from .test_run import ROLES, SMALL, check_ledger
 
@@ -166,6 +169,28 @@ def test_another_machine_joins(tmp_path: Path, s3_server: S3Server):
         if path.is_file() and path.name != "token":
             assert token.encode() not in path.read_bytes(), path
     assert run.processes() == [] and join.processes() == []
+
+
+def test_renting_machines(tmp_path: Path):
+    def launch(arguments: list[str], *more: str) -> str:
+        code, out, err = Command([*arguments, *more], tmp_path, environment).finish()
+        assert code == 0, err
+        return out
+
+    (tmp_path / "token").write_text("the-token")
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+    with Hub(tmp_path / "there", processes=False) as hub:
+        environment = hub.environment() | keys | {"PATH": f"{install(tmp_path)}:{os.environ['PATH']}"}
+        out = launch(_arguments("rolecall launch hf-jobs"), "--yes", "--no-follow")
+        (price,) = [body for _, body in BLOCKS if "if it takes all" in body]
+        assert out.startswith(price.removesuffix("go on? [y/N]\n"))
+        assert hub.live() == ["trainer", *(f"worker-{number}" for number in range(8))]
+        assert "9 of 9 jobs live, 8.91 $ an hour" in launch(_arguments("rolecall launch status"))
+        launch(_arguments("rolecall launch stop"))
+        assert hub.live() == []
+    assert "gpu-1: joined\ngpu-2: joined\n" in launch(_arguments("rolecall launch ssh"))
+    launch(_arguments("rolecall launch stop"))
+    assert "parallelism: 16" in launch(_arguments("rolecall launch kubernetes"))
 
 
 def test_the_python_blocks_pass_the_type_checker(tmp_path: Path):
