@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec import msgpack
 
-from .control import Stop, ToActor, inbox_path, page_path, supervisor_path
+from .control import NODE_BITS, Stop, ToActor, inbox_path, page_path, supervisor_path
 from .errors import ActorStopped, AskTimeout, DeadlockError, RolecallError
+from .far import FarMail
 from .mailbox import Incoming, Mailbox
 from .members import Members
 from .outbox import Outbox
@@ -39,6 +40,7 @@ __all__ = ["Endpoint"]
 TELL_TIMEOUT_S = 300.0  # how long a tell waits for room in the receiver's mailbox
 BATCH = 64  # messages or answers that wait for nothing else before they are sent
 BREATH_NS = 5_000_000
+FAR_REMEMBERED = 64  # dead senders of other machines, of whose mail a second copy may still be under way
 LAST_WORDS_S = 0.5  # how long a process that ends waits for the kernel to take what it has said
 _from_supervisor = msgpack.Decoder(ToActor)
 
@@ -80,6 +82,8 @@ class Endpoint:
             incarnation, sockets, self.page, self._members, self._poller, self._lock, self._transmit
         )
         self.dead_letters = self._outbox.dead_letters
+        self._node = incarnation >> NODE_BITS
+        self._far = FarMail(self._replies)
 
     def now(self) -> float:
         """CLOCK_MONOTONIC seconds, which all processes of a machine share."""
@@ -316,12 +320,18 @@ class Endpoint:
             return
         self._members.news = False
         members = list(self._members.by_name.values())
-        # Incarnations grow, so a sender above all of these is newer than this word, not dead.
-        newest = max((member.incarnation for member in members), default=0)
+        # A machine's incarnations grow, so a sender above all of them is newer than this word, not dead.
+        newest: dict[int, int] = {}
+        for member in members:
+            node = member.incarnation >> NODE_BITS
+            newest[node] = max(member.incarnation, newest.get(node, 0))
         alive = {member.incarnation for member in members if member.state != "gone"}
-        for sender in self.page.senders - alive:
-            if sender <= newest:
-                self.page.forget(sender)
+        senders = self.page.senders - alive
+        dead = sorted(sender for sender in senders if sender <= newest.get(sender >> NODE_BITS, 0))
+        far = [sender for sender in dead if sender >> NODE_BITS != self._node]
+        for sender in set(dead).difference(far[-FAR_REMEMBERED:]):
+            self.page.forget(sender)
+            self._far.forget(sender)
 
     # --- receiving ---------------------------------------------------------------------------------------
 
@@ -339,7 +349,8 @@ class Endpoint:
         data = caller.receive()
         if data is not None:
             for header, body, buffers in unpack_messages(data):
-                self.mailbox.put(Incoming(header, body, buffers, caller))
+                if header.sender >> NODE_BITS == self._node or self._far.is_new(header, body, caller):
+                    self.mailbox.put(Incoming(header, body, buffers, caller))
         elif caller.ended:
             del self._callers[caller.fileno()]
             caller.close()
@@ -347,16 +358,23 @@ class Endpoint:
     def handled(self, message: Incoming) -> None:
         """Tell the sender of a tell that it was handled; all of one sender's are told in one record."""
         waiting = self._replies.waiting
-        waiting.append((message.route, message.header.seq, b""))
+        waiting.append((self._route(message), message.header.seq, b""))
         if len(waiting) == 1:
             self._turns.send_soon()  # the next message may take long
 
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         """Answer an ask. A sender that died meanwhile needs no answer."""
         waiting = self._replies.waiting
-        waiting.append((message.route, 0, pack_reply(kind, message.header.seq, *encode_body(value))))
+        record = pack_reply(kind, message.header.seq, *encode_body(value))
+        waiting.append((self._route(message, record), 0, record))
         if len(waiting) == 1:
             self._turns.send_soon()
+
+    def _route(self, message: Incoming, answer: bytes | Parcel | None = None) -> Connection:
+        """The way back to its sender, now that it is handled."""
+        if message.header.sender >> NODE_BITS == self._node:
+            return message.route
+        return self._far.handled(message.header, answer)
 
     def settle(self, timeout_s: float) -> None:
         """Before the end: wait until what this actor told others is handled, for only its sender can send it again.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from .actor import Down
 from .control import Member, by_role
+from .page import RECEIVERS
 
 __all__ = ["Members"]
 
@@ -39,8 +40,9 @@ class Members:
         self.news = True
 
     def place(self, name: str) -> int:
-        """Its place in the order of the graph, which is the supervisor's, too; -1: it is not in it."""
-        return list(self.by_name).index(name) if name in self.by_name else -1
+        """Its place in the order of the membership, which is the supervisor's, too; -1: it has none on a page."""
+        place = list(self.by_name).index(name) if name in self.by_name else -1
+        return place if place < RECEIVERS else -1
 
     def pick(self, role: str, unhandled: Callable[[str], int]) -> str:
         """A replica that is up, or if none is any: of these the one with the fewest messages that it has not handled,

@@ -105,6 +105,9 @@ class Outbox:
             elif member.state == "up":
                 if peer.incarnation != member.incarnation:
                     self._connect(peer, member)
+            elif member.state == "cut":
+                self._disconnect(peer)
+                peer.incarnation = 0  # when it is up again, whichever it is, all that is unhandled is sent again
             elif peer.incarnation:
                 self._lose(peer, member)
 

@@ -55,13 +55,14 @@ class Connection:
     """One end of a connection. Sends and receives without waiting; `backlog` is what the kernel had no room for.
 
     Registered with `poller` for input, and for output while there is a backlog. `ended`: the other end is gone,
-    and everything it had said has been received; what is sent now is lost.
+    and everything it had said has been received; what is sent now is lost. `opened_ns`: when (CLOCK_MONOTONIC).
     """
 
     def __init__(self, connected: socket.socket, poller: select.epoll) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._socket, self._poller = connected, poller
+        self.opened_ns = time.monotonic_ns()
         self.backlog: deque[bytes | Parcel] = deque()
         self.ended = False
         poller.register(connected, select.EPOLLIN)

@@ -48,7 +48,7 @@ def test_status_sums_what_waits_over_all_who_sent_it(tmp_path: Path):
     children[1].page.note_sent(1, 4, now - 5 * 10**9)
     children[2].page.note_sent(1, 100, 1)  # before it died
     children[1].page.begin(7, 1, now - 10**9)
-    status = run_status(children, 6)
+    status = run_status(children, [], 6)
     for child in children[:2]:
         os.close(child.pidfd)
     a, b, c = status.actors
