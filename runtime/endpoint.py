@@ -329,9 +329,10 @@ class Endpoint:
         senders = self.page.senders - alive
         dead = sorted(sender for sender in senders if sender <= newest.get(sender >> NODE_BITS, 0))
         far = [sender for sender in dead if sender >> NODE_BITS != self._node]
+        for sender in far:
+            self._far.forget(sender)
         for sender in set(dead).difference(far[-FAR_REMEMBERED:]):
             self.page.forget(sender)
-            self._far.forget(sender)
 
     # --- receiving ---------------------------------------------------------------------------------------
 

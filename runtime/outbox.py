@@ -148,6 +148,7 @@ class Outbox:
     def _disconnect(self, peer: Peer) -> None:
         if peer.connection is None:
             return
+        peer.connection.take_no_more()
         while (data := peer.connection.receive()) is not None:  # what it said last still counts
             self._settle(peer, data)
         del self.callees[peer.connection.fileno()]

@@ -1,0 +1,351 @@
+"""Two machines in one process: bridges that die, and a link that drops, doubles, reorders and cuts."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Struct, msgpack
+from rolecall import Actor, ActorDied, NotYet, RolecallError
+from rolecall.runtime import control
+from rolecall.runtime.bridge import Bridge, Machine
+from rolecall.runtime.codec import Codec
+from rolecall.runtime.control import NODE_BITS, Member, Membership
+from rolecall.runtime.endpoint import Endpoint
+from rolecall.runtime.far import Abroad
+from rolecall.runtime.line import Batch, Gap, Line
+from rolecall.runtime.process import Life, Spec
+from rolecall.runtime.ref import Answer, Call
+from rolecall.runtime.supervisor import _from_anybody
+from rolecall.runtime.switchboard import Switchboard
+
+
+class Note(Struct, frozen=True):
+    sender: str
+    number: int
+
+
+class Counting(Actor):
+    """Remembers what it is told and asked, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Note] = []
+        self.asked: list[Note] = []
+        self.waited: set[int] = set()
+
+    def tell_me(self, note: Note) -> None:
+        self.told.append(note)
+
+    def ask_me(self, note: Note) -> int:
+        self.asked.append(note)
+        return note.number
+
+    def ask_me_later(self, note: Note) -> int:
+        """Is set aside when it comes first."""
+        if note.number not in self.waited:
+            self.waited.add(note.number)
+            raise NotYet
+        self.asked.append(note)
+        return note.number
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+    def take(self, thing: object) -> None: ...
+
+
+CODEC = Codec({"a": Counting, "b": Counting})
+
+
+class Computer:
+    """One machine: who is there, a supervisor that only says who lives where, an actor, and a bridge."""
+
+    def __init__(self, here: Machine, there: Machine, role: str) -> None:
+        self.here, self.there, self.role = here, there, role
+        self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
+        self.switchboard = Switchboard(self.sockets)
+        self.abroad = Abroad()
+        self.incarnation = here.number << NODE_BITS
+        self.dead_letters = 0
+        self.start_actor()
+        self.start_bridge()
+
+    def start_actor(self) -> None:
+        self.incarnation += 1
+        self.member = Member(self.role, self.role, self.incarnation, "up")
+        self.endpoint = Endpoint(self.role, self.incarnation, self.sockets)
+        self.endpoint._late.set()  # no thread sends what only waits to be sent: all is done by `turn`
+        spec = Spec(
+            self.role, self.incarnation, self.sockets, self.sockets, "", "run", "", {}, Counting, (), {}
+        )
+        self.life = Life(spec, self.endpoint)
+        self.actor: Any = self.life.actor
+        self.endpoint.wait(0.0)
+        self.turn()
+
+    def start_bridge(self) -> None:
+        self.incarnation += 1
+        self.bridge = Bridge("bridge", self.incarnation, self.sockets, CODEC, self.here, self.there)
+
+    def kill_bridge(self) -> None:
+        """As SIGKILL would: nothing that it has in memory is passed on."""
+        bridge: Any = self.bridge
+        connections = [one.connection for one in (*bridge._callers.values(), *bridge._ways.values())]
+        for connection in (*connections, bridge._supervisor):
+            connection.close()
+        for stand in bridge._stands.values():
+            stand.listener.close()
+        bridge._poller.close()
+        self.turn()  # it may have said its first word since anybody looked
+        for who in self.abroad.bridges["bridge"]:
+            self.switchboard.forget(*who)
+        self.turn()
+        self.tell(self.abroad.lose("bridge", ended=False))
+        self.start_bridge()
+
+    def turn(self) -> None:
+        """Of the supervisor."""
+        self.switchboard.poll(0.0)
+        for caller, frame in self.switchboard.heard():
+            match message := _from_anybody.decode(frame):
+                case control.Hello(name=name, incarnation=incarnation):
+                    self.switchboard.introduce(caller, name, incarnation)
+                    caller.send(msgpack.encode(self.everybody()))
+                case control.Bridge():
+                    self.switchboard.introduce(caller, *self.abroad.add(message))
+                    caller.send(msgpack.encode(self.everybody()))
+                case control.FarMembers(members=members):
+                    self.abroad.hear(self.switchboard.actor(caller)[0], members)
+                    self.tell(members)
+                case control.DeadLetter():
+                    self.dead_letters += 1
+
+    def tell(self, members: list[Member]) -> None:
+        frame = msgpack.encode(Membership(members))
+        bridges = [name for names in self.abroad.bridges.values() for name in names]
+        for name in ((self.role, self.member.incarnation), *bridges):
+            self.switchboard.send(*name, frame)
+
+    def everybody(self) -> Membership:
+        return Membership([self.member, *self.abroad.members.values()])
+
+    def handle(self) -> None:
+        """One message, if there is one."""
+        self.endpoint.wait(0.0)
+        message = self.endpoint.mailbox.next()
+        if message is None or self.life._handle(message):
+            self.endpoint.mailbox.changed()  # as a step would
+
+    def close(self) -> None:
+        self.endpoint.close()
+        self.switchboard.close()
+        shutil.rmtree(self.sockets)
+
+
+@dataclass
+class Network:
+    """Carries batches between the two bridges of a session. faults: how often one is dropped, doubled or late."""
+
+    run: Computer
+    node: Computer
+    rng: random.Random
+    faults: float = 0.0
+    on_its_way: list[tuple[bool, int, bytes]] = field(default_factory=list)  # up?, session, batch
+    session: int = 0
+    heard: dict[bool, int] = field(default_factory=dict)  # by who gets it: what the other said it has heard
+
+    def __post_init__(self) -> None:
+        self.open()
+
+    def open(self) -> None:
+        """One of the bridges is new."""
+        self.session += 1
+        self.lines: dict[bool, Line] = {True: self.node.bridge.open(), False: self.run.bridge.open()}
+        self.heard = {True: 0, False: 0}
+
+    def carry(self) -> None:
+        up = self.rng.random() < 0.5
+        batch = self.lines[up].after(self.heard[up], 0.0)
+        copies = 1
+        if self.rng.random() < self.faults:
+            copies = self.rng.choice((0, 2))
+        self.on_its_way += [(up, self.session, batch)] * copies
+        while self.on_its_way and self.rng.random() > self.faults:
+            at = self.rng.randrange(len(self.on_its_way)) if self.rng.random() < self.faults else 0
+            self.arrive(*self.on_its_way.pop(at))
+
+    def arrive(self, up: bool, session: int, data: bytes) -> None:
+        if session != self.session:
+            return  # 409
+        batch = msgpack.decode(data, type=Batch)
+        receiver = self.run if up else self.node
+        receiver.bridge.check(batch.frames)
+        with contextlib.suppress(Gap):  # an earlier batch is late: it comes again
+            self.lines[not up].receive(batch)
+            self.heard[not up] = max(self.heard[not up], batch.heard)
+
+
+class World:
+    def __init__(self, seed: int, faults: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        run, node = Machine(), Machine("gpu-1", 1)
+        self.run, self.node = Computer(run, node, "a"), Computer(node, run, "b")
+        self.both = (self.run, self.node)
+        self.network = Network(self.run, self.node, self.rng, faults)
+        self.told: Counter[str] = Counter()
+        self.answers: list[tuple[int, Answer[Any]]] = []
+        self.settle()
+
+    def peer(self, computer: Computer) -> str:
+        return "b" if computer is self.run else "a"
+
+    def turn(self) -> None:
+        """Somebody does something."""
+        what = self.rng.randrange(4)
+        computer = self.rng.choice(self.both)
+        if what == 0:
+            computer.turn()
+        elif what == 1:
+            computer.bridge.turn(0.0)
+        elif what == 2:
+            self.network.carry()
+        else:
+            computer.handle()
+
+    def settle(self, turns: int = 400) -> None:
+        for _ in range(turns):
+            self.turn()
+
+    def send(self, computer: Computer) -> None:
+        receiver = self.peer(computer)
+        number = self.rng.randrange(3)
+        if number == 0:
+            self.told[computer.role] += 1
+            note = Note(computer.role, self.told[computer.role])
+            computer.endpoint.tell(receiver, Call.of(Counting.tell_me, (note,), {}))
+        else:
+            handler = Counting.ask_me if number == 1 else Counting.ask_me_later
+            count = len(self.answers)
+            call = Call.of(handler, (Note(computer.role, count),), {})
+            self.answers.append((count, computer.endpoint.ask_soon(receiver, call, 600.0)))
+
+    def restart_bridge(self, computer: Computer) -> None:
+        computer.kill_bridge()
+        self.network.open()
+
+    def ask(self, computer: Computer, handler: Any, *args: Any) -> Any:
+        answer = computer.endpoint.ask_soon(self.peer(computer), Call.of(handler, args, {}), 600.0)
+        for _ in range(20_000):
+            if answer.done:
+                return answer.result()
+            self.turn()
+        raise AssertionError("no answer")
+
+    def close(self) -> None:
+        for computer in self.both:
+            computer.close()
+
+
+@pytest.fixture
+def world():
+    made = World(0)
+    yield made
+    made.close()
+
+
+def test_both_ways(world: World):
+    assert world.ask(world.node, Counting.ask_me, Note("b", 7)) == 7
+    assert world.ask(world.run, Counting.ask_me_later, Note("a", 8)) == 8
+    assert (world.run.actor.asked, world.node.actor.asked) == ([Note("b", 7)], [Note("a", 8)])
+
+
+def test_the_names_of_both_machines(world: World):
+    assert list(world.run.abroad.members) == ["gpu-1/b"]
+    assert list(world.node.abroad.members) == ["a"]
+
+
+def test_exceptions(world: World):
+    with pytest.raises(RolecallError, match="ValueError: no") as caught:
+        world.ask(world.run, Counting.fail)
+    assert "Counting" in str(caught.value.__notes__) or "fail" in str(caught.value.__notes__)
+
+
+def test_what_cannot_travel_is_told_to_its_sender(world: World):
+    with pytest.raises(
+        RolecallError, match=r"Counting\.take: its argument 'thing' has the type builtins\.object"
+    ):
+        world.ask(world.run, Counting.take, 1)
+    world.run.endpoint.tell("b", Call.of(Counting.take, (1,), {}))
+    world.settle()
+    assert world.run.dead_letters == 1
+    assert not world.run.endpoint._outbox.telling
+
+
+def test_what_has_the_wrong_type_is_refused_on_the_other_machine(world: World):
+    with pytest.raises(RolecallError, match=r"Counting\.ask_me: its arguments came from another machine"):
+        world.ask(world.run, Counting.ask_me, 3)
+    world.run.endpoint.tell("b", Call.of(Counting.tell_me, (3,), {}))
+    world.settle()
+    assert world.node.dead_letters == 1
+    assert not world.run.endpoint._outbox.telling
+
+
+def test_a_machine_that_is_gone(world: World):
+    answer = world.run.endpoint.ask_soon("b", Call.of(Counting.ask_me, (Note("a", 1),), {}), 600.0)
+    world.run.endpoint.wait(0.0)
+    world.run.bridge.turn(0.0)
+    world.run.bridge.lose("gpu-1 has not been heard of for 30 s")
+    for _ in range(10):
+        world.run.bridge.turn(0.0)
+        world.run.turn()
+        world.run.endpoint.wait(0.0)
+    with pytest.raises(ActorDied, match="not been heard of") as caught:
+        answer.result()
+    assert caught.value.maybe_executed
+
+
+def test_a_machine_speaks_only_for_its_own(world: World):
+    from rolecall.runtime.line import FarMember, Heard, Mail, Members
+
+    mail = Mail("a", 1, False, 1, 1, 0.0, (), "tell_me", b"")
+    member = FarMember("a", "a", (1 << NODE_BITS) + 1, "up", "", [])
+    for frame in (mail, Heard("a", 1, [1]), Members([member])):
+        with pytest.raises(ValueError, match="is not of machine"):
+            world.run.bridge.check([frame])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), faults=st.sampled_from([0.0, 0.3, 0.6]), kills=st.sampled_from([0.0, 0.02])
+)
+def test_every_tell_is_handled_once_and_in_order_and_every_ask_ends(seed: int, faults: float, kills: float):
+    world = World(seed, faults)
+    for _ in range(600):
+        if world.rng.random() < 0.2:
+            world.send(world.rng.choice(world.both))
+        if world.rng.random() < kills:
+            world.restart_bridge(world.rng.choice(world.both))
+        world.turn()
+    world.network.faults = 0.0
+    for _ in range(20_000):
+        world.turn()
+        if all(answer.done for _, answer in world.answers) and not any(
+            computer.endpoint._outbox.telling for computer in world.both
+        ):
+            break
+    for computer in world.both:
+        sender = world.peer(computer)
+        assert computer.actor.told == [Note(sender, number) for number in range(1, world.told[sender] + 1)]
+    assert [answer.result() for _, answer in world.answers] == list(range(len(world.answers)))
+    asked = Counter(note.number for computer in world.both for note in computer.actor.asked)
+    assert all(count == 1 for count in asked.values()) and len(asked) == len(world.answers)
+    world.close()
