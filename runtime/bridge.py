@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,22 @@ class _Way:
 class Bridge:
     """One of a pair, on machine `here`, for the actors of `there`. Everything is done by the thread that calls `run`.
 
-    owner, incarnation: of the actor in whose process it is.
+    owner, incarnation: of the actor in whose process it is. private: roles of which each machine has its own.
     introduced: set once everybody on this machine knows the actors of the other.
     """
 
     def __init__(
-        self, owner: str, incarnation: int, sockets: Path, codec: Codec, here: Machine, there: Machine
+        self,
+        owner: str,
+        incarnation: int,
+        sockets: Path,
+        codec: Codec,
+        here: Machine,
+        there: Machine,
+        private: Container[str] = (),
     ) -> None:
         self._owner, self._sockets, self._codec, self._here, self._there = owner, sockets, codec, here, there
+        self._private = private
         self.introduced = threading.Event()
         self._own: dict[str, Member] = {}
         self._far: dict[str, Member] = {}
@@ -129,7 +137,7 @@ class Bridge:
         return line
 
     def lose(self, reason: str) -> None:
-        """The other machine is gone for good."""
+        """The other machine is gone for good, and `run` returns."""
         self._later(None, reason)
 
     def check(self, frames: Sequence[Frame]) -> None:
@@ -214,6 +222,7 @@ class Bridge:
             path = page_path(self._sockets, member.name)
             stand_in(path, Page(path).memories(), lost=True)
         self._announce(lost)
+        self._closed = True
 
     # --- names -------------------------------------------------------------------------------------------
 
@@ -264,6 +273,8 @@ class Bridge:
     def _tell_far(self, members: Sequence[Member]) -> None:
         told: list[FarMember] = []
         for member in members:
+            if member.role in self._private:
+                continue
             memories = []
             if member.state != "up":
                 memories = Page(page_path(self._sockets, member.name)).memories()
@@ -278,6 +289,8 @@ class Bridge:
     def _meet(self, members: Sequence[FarMember]) -> None:
         met: list[Member] = []
         for one in members:
+            if one.role in self._private:
+                continue
             name = self._inward(one.name)
             node = self._there.name or THE_RUN
             member = Member(name, one.role, one.incarnation, one.state, one.reason, node)

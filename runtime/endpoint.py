@@ -14,15 +14,14 @@ from typing import Any
 from msgspec import msgpack
 
 from .control import NODE_BITS, Stop, ToActor, inbox_path, page_path, supervisor_path
-from .errors import ActorStopped, AskTimeout, DeadlockError, RolecallError
+from .errors import ActorStopped, AskTimeout, DeadlockError
 from .far import FarMail
 from .mailbox import Incoming, Mailbox
 from .members import Members
 from .outbox import Outbox
 from .page import Page
-from .peer import Answers, Distant, Heard, Outgoing, Peer, Pending, Replies, together
+from .peer import Answers, Outgoing, Peer, Pending, Replies, together
 from .ref import Answer, Call, only_one
-from .remote import RemoteActor
 from .sockets import Connection, Parcel, connect, listen
 from .turns import LATE_S, POLL_S, Turns
 from .wire import (
@@ -48,11 +47,8 @@ _from_supervisor = msgpack.Decoder(ToActor)
 class Endpoint:
     """The Transport of an actor's process, and its inbox."""
 
-    def __init__(
-        self, name: str, incarnation: int, sockets: Path, remotes: dict[str, RemoteActor] | None = None
-    ) -> None:
+    def __init__(self, name: str, incarnation: int, sockets: Path) -> None:
         self.name, self.incarnation, self.sockets = name, incarnation, sockets
-        self.remotes = remotes or {}
         self.mailbox = Mailbox()
         self.page = Page(page_path(sockets, name))
         self.page.recover()
@@ -116,10 +112,6 @@ class Endpoint:
         return 0 if peer is None else len(peer.unhandled)
 
     def watch(self, name: str) -> None:
-        if name in self.remotes:
-            raise RolecallError(
-                f"{name} is on another machine, and only actors of the same one can be watched"
-            )
         self.replicas(name)
         with self._lock:
             self._members.watch(name)
@@ -140,43 +132,14 @@ class Endpoint:
         deadline = time.monotonic() + timeout_s
         if threading.get_ident() == self._handler:
             deadline = min(deadline, self.deadline)
-        if name in self.remotes:
-            return self._ask_remote(self.remotes[name], call, deadline, answers)
         pending = Pending(name, deadline, self._wait, answers=answers)
         self._post(name, call, pending)
         return pending
 
-    def _ask_remote(
-        self, remote: RemoteActor, call: Call, deadline: float, answers: Answers | None
-    ) -> Answer[Any]:
-        if answers is None:
-            return Heard(remote.ask(call, deadline, self._between))
-        distant = Distant(answers, self._wait_for_distant)
-
-        def ask() -> None:
-            distant.settle(lambda: remote.ask(call, deadline, self._between))
-            os.eventfd_write(self._wake, 1)
-
-        threading.Thread(target=ask, name=f"{remote.name}.{call.method}", daemon=True).start()
-        return distant
-
-    def _wait_for_distant(self, distant: Distant) -> None:
-        while not distant.done:
-            self._raise_if_stopping()
-            self._drive(POLL_S)
-
     def tell(self, name: str, call: Call) -> None:
-        if name in self.remotes:
-            self.remotes[name].ask(call, time.monotonic() + TELL_TIMEOUT_S, self._between)
-        else:
-            self._post(name, call)
-            if not self._late.is_set():
-                self._turns.send_soon()
-
-    def _between(self) -> None:
-        """Called between two tries of a request to another machine: hear the supervisor meanwhile."""
-        self._drive(0.0)
-        self._raise_if_stopping()
+        self._post(name, call)
+        if not self._late.is_set():
+            self._turns.send_soon()
 
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
         peer = self._outbox.peers.get(name) or self._new_peer(name)

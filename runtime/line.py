@@ -128,19 +128,20 @@ class Line:
             self._kept.append(msgpack.encode(frame))
             self._sending.notify_all()
 
-    def after(self, number: int, wait_s: float) -> bytes:
+    def after(self, number: int, wait_s: float | None) -> bytes:
         """A batch of the frames after this number, which the other end has heard; waits until there are some, or the
-        line is closed. Raises Gap if not so many were posted."""
+        line is closed. wait_s: None: a batch without frames. Raises Gap if not so many were posted."""
         with self._sending:
             if not 0 <= number < self._first + len(self._kept):
                 raise Gap
             while self._first <= number:
                 self._kept.popleft()
                 self._first += 1
-            self._sending.wait_for(lambda: self._kept or self.closed, wait_s)
             frames: list[Raw] = []
             size = 0
-            for frame in self._kept:
+            if wait_s is not None:
+                self._sending.wait_for(lambda: self._kept or self.closed, wait_s)
+            for frame in self._kept if wait_s is not None else ():
                 size += len(frame)
                 if frames and size > BATCH_BYTES:
                     break

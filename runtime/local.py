@@ -109,7 +109,7 @@ class Incarnation:
     def _body(self) -> None:
         role, exchange = self.place.role, self.exchange
         spec = Spec(
-            self.name, self.incarnation, exchange.pages, exchange.folder, "", exchange.run_id, "", {}, role.actor,
+            self.name, self.incarnation, exchange.pages, exchange.folder, "", exchange.run_id, "", role.actor,
             role.args, role.kwargs,
         )  # fmt: skip
         self.life = Life(spec, self)

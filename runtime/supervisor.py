@@ -48,7 +48,6 @@ from .hang import HangWatch
 from .leftovers import Leftovers, kill_marked
 from .page import RECEIVERS
 from .process import Spec
-from .remote import RemoteActor
 from .sockets import Connection, allow_descriptors
 from .status import run_status
 from .switchboard import Switchboard
@@ -95,7 +94,7 @@ class Supervisor:
     """Runs a graph: `outcome = Supervisor(graph, ...).run()`.
 
     run, folder: the run's id and its folder. recipe: what `load_recipe` takes, so that children can.
-    node, number: this machine's name and number in the run (see `NODE_BITS`). remotes: actors on another machine.
+    node, number: this machine's name and number in the run (see `NODE_BITS`).
     clock, rng: for back-off and restart intensity. frozen_s: how long a process may be stopped by SIGSTOP.
     """
 
@@ -106,7 +105,6 @@ class Supervisor:
     observer: Observer
     node: str = ""
     number: int = 0
-    remotes: dict[str, RemoteActor] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
     frozen_s: float = 5.0
@@ -221,7 +219,7 @@ class Supervisor:
         role = child.role
         spec = Spec(
             child.name, child.incarnation, self.sockets, self.folder, self.node, self.run_id, self.recipe,
-            self.remotes, role.actor, role.args, role.kwargs,
+            role.actor, role.args, role.kwargs,
         )  # fmt: skip
         forks.send(
             {

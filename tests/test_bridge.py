@@ -85,7 +85,7 @@ class Computer:
         self.endpoint = Endpoint(self.role, self.incarnation, self.sockets)
         self.endpoint._late.set()  # no thread sends what only waits to be sent: all is done by `turn`
         spec = Spec(
-            self.role, self.incarnation, self.sockets, self.sockets, "", "run", "", {}, Counting, (), {}
+            self.role, self.incarnation, self.sockets, self.sockets, "", "run", "", Counting, (), {}
         )
         self.life = Life(spec, self.endpoint)
         self.actor: Any = self.life.actor
