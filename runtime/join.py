@@ -11,10 +11,11 @@ from .errors import Unrecoverable
 from .graph import Graph
 from .link import Link, join
 from .recipe import load_recipe
+from .relay import Joined
 from .remote import fetch_about
 from .runs import RunFolder, create_run
 
-__all__ = ["Joining", "prepare"]
+__all__ = ["Joining", "part_of", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
     # The store's keys are below the run's id, so this machine's folder takes the run's own.
     run = create_run(root, f"join-{name}", config, id=about["run"])
     joined = join(url, token_file, socket.gethostname())
+    graph = part_of(whole, workers, joined, url, token_file)
+    return Joining(graph, run, recipe, name, joined.name, joined.number)
+
+
+def part_of(whole: Graph, workers: int, joined: Joined, url: str, token_file: Path) -> Graph:
+    """What a machine that has joined runs of a graph, until the run is over."""
     graph = Graph(
         whole.name, strategy=whole.strategy, max_restarts=whole.max_restarts, within_s=whole.within_s
     )
@@ -79,4 +86,4 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
     graph.supervise(link)  # its deaths take nobody down
     graph.until(link)
     whole.add_part_for_joining(graph, workers)
-    return Joining(graph, run, recipe, name, joined.name, joined.number)
+    return graph
