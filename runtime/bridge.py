@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import threading
 import time
 from collections import deque
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import msgpack
-from msgspec.structs import replace
 
 from . import control
 from .codec import Codec, Refused, decode_error, encode_error
-from .control import NODE_BITS, DeadLetter, FarMembers, Member, inbox_path, page_path, supervisor_path
-from .line import Answered, Done, FarMember, Frame, Heard, Line, Mail, Members
-from .page import Page, stand_in
-from .sockets import Connection, connect, listen
+from .control import NODE_BITS, DeadLetter, Member, inbox_path, supervisor_path
+from .directory import Directory, Machine, Stand
+from .line import Answered, Done, Frame, Heard, Line, Mail, Members
+from .sockets import Connection, connect
 from .wire import (
     Header,
     Kind,
@@ -47,26 +45,9 @@ from .wire import (
     unpack_replies,
 )
 
-__all__ = ["Bridge", "Machine"]
+__all__ = ["Bridge"]
 
-THE_RUN = "the run"  # what the run's own machine is called on others
 _from_supervisor = msgpack.Decoder(control.ToActor)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Its name in the run and its number; the run's own has neither."""
-
-    name: str = ""
-    number: int = 0
-
-
-@dataclass(eq=False)
-class _Stand:
-    """A far actor's inbox on this machine."""
-
-    member: Member
-    listener: socket.socket
 
 
 @dataclass(eq=False)
@@ -107,26 +88,22 @@ class Bridge:
         there: Machine,
         private: Container[str] = (),
     ) -> None:
-        self._owner, self._sockets, self._codec, self._here, self._there = owner, sockets, codec, here, there
-        self._private = private
+        self._sockets, self._codec, self._there = sockets, codec, there
         self.introduced = threading.Event()
-        self._own: dict[str, Member] = {}
-        self._far: dict[str, Member] = {}
-        self._stands: dict[int, _Stand] = {}  # these three by file descriptor
-        self._callers: dict[int, _Caller] = {}
+        self._callers: dict[int, _Caller] = {}  # these two by file descriptor
         self._ways: dict[int, _Way] = {}
         self._back: dict[tuple[str, int], _Caller] = {}  # far actor, local sender
         self._there_to: dict[tuple[str, int], _Way] = {}  # local actor, far sender
         self._line = Line(self._later)
-        self._events: deque[tuple[Line | None, Sequence[Frame] | str]] = (
-            deque()
-        )  # from the threads of the link
+        # From the threads of the link.
+        self._events: deque[tuple[Line | None, Sequence[Frame] | str]] = deque()
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.epoll()
         self._poller.register(self._wake, select.EPOLLIN)
         self._supervisor = Connection(connect(supervisor_path(sockets)), self._poller)
         self._supervisor.send(msgpack.encode(control.Bridge(owner, incarnation, there.number)))
+        self._who = Directory(owner, sockets, here, there, private, self._poller, self._supervisor)
 
     # --- for the link, in any thread ---------------------------------------------------------------------
 
@@ -178,18 +155,20 @@ class Bridge:
                 self._hear_caller(caller, event)
             elif (way := self._ways.get(fd)) is not None:
                 self._hear_receiver(way, event)
-            elif (stand := self._stands.get(fd)) is not None:
+            elif (stand := self._who.stands.get(fd)) is not None:
                 self._accept(stand)
             elif fd == self._supervisor.fileno():
                 self._hear_supervisor(event)
             elif fd == self._wake:
                 os.eventfd_read(self._wake)
-        while self._events and self._own:  # nothing is said before it is known who lives here
+        while self._events and self._who.own:  # nothing is said before it is known who lives here
             self._heed(*self._events.popleft())
 
     def _heed(self, line: Line | None, what: Sequence[Frame] | str) -> None:
         if isinstance(what, str):
-            self._give_up(what)
+            self._line.close()
+            self._who.lose(what)
+            self._closed = True
         elif line is not None and not what:
             self._begin(line)
         elif line is self._line:
@@ -201,42 +180,14 @@ class Bridge:
         self._line.close()
         self._line = line
         self._part()
-        self._announce(
-            [replace(one, state="cut") for one in self._far.values() if one.state not in ("gone", "cut")]
-        )
-        self._tell_far(list(self._own.values()))
+        self._who.cut()
+        self._describe(list(self._who.own.values()))
 
     def _part(self) -> None:
         for connection in [one.connection for one in (*self._callers.values(), *self._ways.values())]:
             connection.close()
         for table in (self._callers, self._ways, self._back, self._there_to):
             table.clear()
-
-    def _give_up(self, reason: str) -> None:
-        self._line.close()
-        lost = [
-            replace(one, state="gone", reason=reason) for one in self._far.values() if one.state != "gone"
-        ]
-        for member in lost:
-            self._close_stand(member.name)
-            path = page_path(self._sockets, member.name)
-            stand_in(path, Page(path).memories(), lost=True)
-        self._announce(lost)
-        self._closed = True
-
-    # --- names -------------------------------------------------------------------------------------------
-
-    def _outward(self, name: str) -> str:
-        """What an actor that has this name here is called in the run."""
-        if name in self._own or name == self._owner:
-            return f"{self._here.name}/{name}" if self._here.name else name
-        return name.removeprefix("/")
-
-    def _inward(self, name: str) -> str:
-        """What an actor that has this name in the run is called here."""
-        if self._here.name and name.startswith(f"{self._here.name}/"):
-            return name.removeprefix(f"{self._here.name}/")
-        return f"/{name}" if self._here.name and name in self._own else name
 
     # --- who lives where ---------------------------------------------------------------------------------
 
@@ -247,21 +198,23 @@ class Bridge:
             return
         message = _from_supervisor.decode(data)
         assert isinstance(message, control.Membership)
-        label = self._there.name or THE_RUN
-        far = [member for member in message.members if member.node == label]
-        if not self._own:  # the first word: a bridge before this one may have stood in for some of them
-            self._far = {member.name: member for member in far}
+        own, far = self._who.split(message.members)
+        if not self._who.own:  # the first word: a bridge before this one may have stood in for some of them
+            self._who.far = {member.name: member for member in far}
         elif any(member.state != "cut" for member in far):
             self.introduced.set()
-        own = [member for member in message.members if not member.node and member.name != self._owner]
         for member in own:
-            before = self._own.get(member.name)
+            before = self._who.own.get(member.name)
             if before is not None and (
                 before.incarnation != member.incarnation or member.state in ("down", "gone")
             ):
                 self._leave(member.name)
-            self._own[member.name] = member
-        self._tell_far(own)
+            self._who.own[member.name] = member
+        self._describe(own)
+
+    def _describe(self, members: Sequence[Member]) -> None:
+        if (described := self._who.described(members)) is not None:
+            self._line.post(described)
 
     def _leave(self, name: str) -> None:
         """Its incarnation has died; what it said last comes before its death."""
@@ -270,65 +223,9 @@ class Bridge:
                 self._pass_back(way, data)
             self._end_way(way)
 
-    def _tell_far(self, members: Sequence[Member]) -> None:
-        told: list[FarMember] = []
-        for member in members:
-            if member.role in self._private:
-                continue
-            memories = []
-            if member.state != "up":
-                memories = Page(page_path(self._sockets, member.name)).memories()
-                memories = [one for one in memories if one.sender >> NODE_BITS == self._there.number]
-            name = self._outward(member.name)
-            told.append(
-                FarMember(name, member.role, member.incarnation, member.state, member.reason, memories)
-            )
-        if told:
-            self._line.post(Members(told))
-
-    def _meet(self, members: Sequence[FarMember]) -> None:
-        met: list[Member] = []
-        for one in members:
-            if one.role in self._private:
-                continue
-            name = self._inward(one.name)
-            node = self._there.name or THE_RUN
-            member = Member(name, one.role, one.incarnation, one.state, one.reason, node)
-            if member.state != "up":
-                stand_in(page_path(self._sockets, name), one.memories)
-            self._stand(member)
-            met.append(member)
-        self._announce(met)
-
-    def _announce(self, members: Sequence[Member]) -> None:
-        if members:
-            self._far |= {member.name: member for member in members}
-            self._supervisor.send(msgpack.encode(FarMembers(list(members))))
-
-    def _stand(self, member: Member) -> None:
-        """Listen where the senders of this incarnation connect."""
-        there = next((one for one in self._stands.values() if one.member.name == member.name), None)
-        lives = member.state in ("up", "starting")
-        if there is not None and lives and there.member.incarnation == member.incarnation:
-            return
-        self._close_stand(member.name)
-        if lives:
-            path = inbox_path(self._sockets, member.name, member.incarnation)
-            path.unlink(missing_ok=True)  # a bridge that was killed leaves it
-            listener = listen(path)
-            self._stands[listener.fileno()] = _Stand(member, listener)
-            self._poller.register(listener, select.EPOLLIN)
-
-    def _close_stand(self, name: str) -> None:
-        for fd, stand in list(self._stands.items()):
-            if stand.member.name == name:
-                del self._stands[fd]
-                stand.listener.close()
-                inbox_path(self._sockets, name, stand.member.incarnation).unlink(missing_ok=True)
-
     # --- from here to there ------------------------------------------------------------------------------
 
-    def _accept(self, stand: _Stand) -> None:
+    def _accept(self, stand: Stand) -> None:
         try:
             connected, _ = stand.listener.accept()
         except BlockingIOError:
@@ -342,7 +239,7 @@ class Bridge:
             connection.flush()
             if not connection.backlog and not connection.refused:
                 for sender, seq in caller.unheard:
-                    self._line.post(Heard(self._outward(caller.member.name), sender, [seq]))
+                    self._line.post(Heard(self._who.outward(caller.member.name), sender, [seq]))
                 caller.unheard.clear()
         if (data := connection.receive()) is not None:
             for header, body, buffers in unpack_messages(data):
@@ -369,8 +266,8 @@ class Bridge:
         left_s = max(header.deadline - time.monotonic(), 0.001) if header.deadline else 0.0
         self._line.post(
             Mail(
-                self._outward(member.name), member.incarnation, header.kind is Kind.ASK, header.seq, header.sender,
-                left_s, tuple(map(self._outward, header.chain)), header.method, data,
+                self._who.outward(member.name), member.incarnation, header.kind is Kind.ASK, header.seq, header.sender,
+                left_s, tuple(map(self._who.outward, header.chain)), header.method, data,
             )
         )  # fmt: skip
 
@@ -380,20 +277,20 @@ class Bridge:
     def _hear_frame(self, frame: Frame) -> None:
         match frame:
             case Members(members=members):
-                self._meet(members)
+                self._who.meet(members)
             case Mail():
                 self._deliver(frame)
             case Answered():
                 self._answer(frame)
             case Done(receiver=receiver, sender=sender, seqs=seqs):
-                if (caller := self._back.get((self._inward(receiver), sender))) is not None:
+                if (caller := self._back.get((self._who.inward(receiver), sender))) is not None:
                     caller.connection.send(pack_done(seqs))
             case Heard(receiver=receiver, sender=sender, seqs=seqs):
-                if (way := self._there_to.get((self._inward(receiver), sender))) is not None:
+                if (way := self._there_to.get((self._who.inward(receiver), sender))) is not None:
                     way.connection.send(pack_heard(sender, seqs))
 
     def _answer(self, frame: Answered) -> None:
-        name = self._inward(frame.receiver)
+        name = self._who.inward(frame.receiver)
         caller = self._back.get((name, frame.sender))
         if caller is None:
             return  # its asker will ask again, on a connection of its own
@@ -403,7 +300,7 @@ class Bridge:
             else:
                 kind, value = (
                     Kind.ANSWER,
-                    self._codec.decode_answer(self._far[name].role, frame.method, frame.body),
+                    self._codec.decode_answer(self._who.far[name].role, frame.method, frame.body),
                 )
         except Refused as error:
             kind, value = Kind.ERROR, error
@@ -417,8 +314,8 @@ class Bridge:
     # --- from there to here ------------------------------------------------------------------------------
 
     def _deliver(self, mail: Mail) -> None:
-        receiver = self._inward(mail.receiver)
-        member = self._own.get(receiver)
+        receiver = self._who.inward(mail.receiver)
+        member = self._who.own.get(receiver)
         if member is None or member.incarnation != mail.incarnation:
             return  # that incarnation is dead: its sender hears of it and sends again what must be
         way = self._way(member, mail.sender)
@@ -437,7 +334,7 @@ class Bridge:
         if mail.ask:
             kind, deadline = Kind.ASK, time.monotonic() + mail.left_s
             way.asked[mail.seq] = mail.method
-        label = pack_label(tuple(map(self._inward, mail.chain)), mail.method)
+        label = pack_label(tuple(map(self._who.inward, mail.chain)), mail.method)
         record = pack_message(kind, mail.seq, mail.sender, deadline, label, *encode_call((), kwargs))
         way.connection.send(record)
 
@@ -465,7 +362,7 @@ class Bridge:
         way.connection.close()
 
     def _pass_back(self, way: _Way, data: bytes | memoryview) -> None:
-        name = self._outward(way.receiver)
+        name = self._who.outward(way.receiver)
         for kind, seq, body, buffers in unpack_replies(data):
             if kind is Kind.DONE:
                 self._line.post(Done(name, way.sender, list(seqs_done(body))))
@@ -477,12 +374,12 @@ class Bridge:
     def _translated(
         self, way: _Way, kind: Kind, seq: int, method: str, body: Any, buffers: Sequence[Any]
     ) -> Answered:
-        name = self._outward(way.receiver)
+        name = self._who.outward(way.receiver)
         try:
             value = decode_body(body, buffers)
             if kind is Kind.ERROR:
                 return _failed(name, way.sender, seq, method, value)
-            data = self._codec.encode_answer(self._own[way.receiver].role, method, value)
+            data = self._codec.encode_answer(self._who.own[way.receiver].role, method, value)
         except Exception as error:  # noqa: BLE001  whatever a value's own unpickling raises goes to the asker
             return _failed(name, way.sender, seq, method, error)
         return Answered(name, way.sender, seq, method, False, data)

@@ -17,8 +17,9 @@ import msgspec
 from msgspec import json, msgpack
 
 from .actor import Actor
-from .bridge import Bridge, Machine
+from .bridge import Bridge
 from .codec import Codec
+from .directory import Machine
 from .errors import Finished, RolecallError, Unrecoverable
 from .line import Batch, Gap, Line
 from .relay import Joined, Opened

@@ -19,8 +19,9 @@ from pathlib import Path
 from msgspec import Struct, json, msgpack
 
 from .actor import Actor
-from .bridge import Bridge, Machine
+from .bridge import Bridge
 from .codec import Codec
+from .directory import Machine
 from .errors import RolecallError
 from .files import write_whole
 from .line import Batch, Gap, Line

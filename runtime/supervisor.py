@@ -55,16 +55,6 @@ from .tree import Tree, Verdict
 
 __all__ = ["Observer", "Outcome", "Supervisor"]
 
-# What others are told of each state of a child (see Child and Member).
-STATES = {
-    "waiting": "down",
-    "spawning": "starting",
-    "starting": "starting",
-    "up": "up",
-    "stopping": "up",
-    "done": "gone",
-    "gone": "gone",
-}
 LEFTOVERS_TIMEOUT_S = 2.0
 
 
@@ -376,7 +366,7 @@ class Supervisor:
     def _tell_changes(self) -> None:
         """Everybody who is there hears what has changed since the last time."""
         if self._changed:
-            members = [_member(child) for child in self._changed.values()]
+            members = [child.member for child in self._changed.values()]
             self._changed.clear()
             self._tell(members)
 
@@ -389,7 +379,7 @@ class Supervisor:
                 self._switchboard.send(*name, frame)
 
     def _everybody(self) -> Membership:
-        return Membership([*map(_member, self.children), *self._abroad.members.values()])
+        return Membership([*(child.member for child in self.children), *self._abroad.members.values()])
 
     def restart(self, name: str) -> Restarting:
         """Stop a role or one of its replicas in order and start it again at once; no death is counted."""
@@ -405,7 +395,3 @@ def _why_fresh(role: Role) -> str:
     if role.python:
         return f"it is placed in {role.python}"
     return "" if role.actor.fork_safe else f"{role.actor.__name__}.fork_safe is False"
-
-
-def _member(child: Child) -> Member:
-    return Member(child.name, child.role.name, child.incarnation, STATES[child.state], child.reason)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from msgspec import Struct, msgpack
 from rolecall import Actor, ActorDied, NotYet, RolecallError
 from rolecall.runtime import control
-from rolecall.runtime.bridge import Bridge, Machine
+from rolecall.runtime.bridge import Bridge
 from rolecall.runtime.codec import Codec
 from rolecall.runtime.control import NODE_BITS, Member, Membership
+from rolecall.runtime.directory import Machine
 from rolecall.runtime.endpoint import Endpoint
 from rolecall.runtime.far import Abroad
 from rolecall.runtime.line import Batch, Gap, Line
@@ -84,9 +85,7 @@ class Computer:
         self.member = Member(self.role, self.role, self.incarnation, "up")
         self.endpoint = Endpoint(self.role, self.incarnation, self.sockets)
         self.endpoint._late.set()  # no thread sends what only waits to be sent: all is done by `turn`
-        spec = Spec(
-            self.role, self.incarnation, self.sockets, self.sockets, "", "run", "", Counting, (), {}
-        )
+        spec = Spec(self.role, self.incarnation, self.sockets, self.sockets, "", "run", "", Counting, (), {})
         self.life = Life(spec, self.endpoint)
         self.actor: Any = self.life.actor
         self.endpoint.wait(0.0)
@@ -102,7 +101,7 @@ class Computer:
         connections = [one.connection for one in (*bridge._callers.values(), *bridge._ways.values())]
         for connection in (*connections, bridge._supervisor):
             connection.close()
-        for stand in bridge._stands.values():
+        for stand in bridge._who.stands.values():
             stand.listener.close()
         bridge._poller.close()
         self.turn()  # it may have said its first word since anybody looked
