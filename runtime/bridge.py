@@ -74,7 +74,8 @@ class _Way:
 class Bridge:
     """One of a pair, on machine `here`, for the actors of `there`. Everything is done by the thread that calls `run`.
 
-    owner, incarnation: of the actor in whose process it is. private: roles of which each machine has its own.
+    owner, incarnation: of the actor in whose process it is. private: roles of which each machine has its own;
+    elastic: those that the other may run, if not all.
     introduced: set once everybody on this machine knows the actors of the other.
     """
 
@@ -87,6 +88,7 @@ class Bridge:
         here: Machine,
         there: Machine,
         private: Container[str] = (),
+        elastic: Container[str] | None = None,
     ) -> None:
         self._sockets, self._codec, self._there = sockets, codec, there
         self.introduced = threading.Event()
@@ -103,7 +105,7 @@ class Bridge:
         self._poller.register(self._wake, select.EPOLLIN)
         self._supervisor = Connection(connect(supervisor_path(sockets)), self._poller)
         self._supervisor.send(msgpack.encode(control.Bridge(owner, incarnation, there.number)))
-        self._who = Directory(owner, sockets, here, there, private, self._poller, self._supervisor)
+        self._who = Directory(owner, sockets, here, there, private, elastic, self._poller, self._supervisor)
 
     # --- for the link, in any thread ---------------------------------------------------------------------
 
@@ -119,17 +121,11 @@ class Bridge:
 
     def check(self, frames: Sequence[Frame]) -> None:
         """Raises ValueError if the other machine speaks for anybody but its own actors."""
-        number = self._there.number
         for frame in frames:
-            if isinstance(frame, Mail | Heard) and frame.sender >> NODE_BITS != number:
-                raise ValueError(f"sender {frame.sender} is not of machine {number}")
-            for member in frame.members if isinstance(frame, Members) else ():
-                if member.incarnation and member.incarnation >> NODE_BITS != number:
-                    raise ValueError(
-                        f"{member.name}'s incarnation {member.incarnation} is not of machine {number}"
-                    )
-                if self._there.name and not member.name.startswith(f"{self._there.name}/"):
-                    raise ValueError(f"{member.name} is not of machine {self._there.name}")
+            if isinstance(frame, Mail | Heard) and frame.sender >> NODE_BITS != self._there.number:
+                raise ValueError(f"sender {frame.sender} is not of machine {self._there.number}")
+            if isinstance(frame, Members):
+                self._who.check(frame.members)
 
     def close(self) -> None:
         """Let `run` return."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 from collections.abc import Container, Sequence
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from .control import NODE_BITS, FarMembers, Member, inbox_path, page_path
 from .line import FarMember, Members
-from .page import Page, stand_in
+from .page import Page, fits, stand_in
 from .sockets import Connection, listen
 
 __all__ = ["Directory", "Machine", "Stand"]
@@ -38,7 +39,8 @@ class Stand:
 
 
 class Directory:
-    """For the bridge of `owner` on machine `here` to machine `there`. private: roles of which each has its own.
+    """For the bridge of `owner` on machine `here` to machine `there`. private: roles of which each has its own;
+    elastic: those that the other may run, if not all.
 
     own: the members of this machine, far: those of the other, by their names here. stands: by file descriptor.
     """
@@ -50,11 +52,13 @@ class Directory:
         here: Machine,
         there: Machine,
         private: Container[str],
+        elastic: Container[str] | None,
         poller: select.epoll,
         supervisor: Connection,
     ) -> None:
         self._owner, self._sockets, self._here, self._there = owner, sockets, here, there
-        self._private, self._poller, self._supervisor = private, poller, supervisor
+        self._private, self._elastic, self._poller, self._supervisor = private, elastic, poller, supervisor
+        self._prefix = f"{there.name}/" if there.name else ""
         self._node = there.name or THE_RUN
         self.own: dict[str, Member] = {}
         self.far: dict[str, Member] = {}
@@ -92,6 +96,19 @@ class Directory:
                 FarMember(name, member.role, member.incarnation, member.state, member.reason, memories)
             )
         return Members(told) if told else None
+
+    def check(self, members: Sequence[FarMember]) -> None:
+        """Raises ValueError for what the other machine must not tell."""
+        for one in members:
+            if one.incarnation and one.incarnation >> NODE_BITS != self._there.number:
+                raise ValueError(f"{one.name}'s incarnation {one.incarnation} is not of machine {self._node}")
+            role = re.escape(one.role)
+            if not re.fullmatch(rf"{re.escape(self._prefix)}{role}(-[0-9]{{1,6}})?", one.name, re.ASCII):
+                raise ValueError(f"{one.name}, a {one.role}, is not of machine {self._node}")
+            if self._elastic is not None and one.role not in self._elastic:
+                raise ValueError(f"{one.name}: machines that join run no {one.role}")
+            if not fits(one.memories):
+                raise ValueError(f"{one.name} remembers more than a page holds")
 
     def meet(self, members: Sequence[FarMember]) -> None:
         """This is what the other machine tells: stand in for them, and let the supervisor know."""

@@ -9,25 +9,31 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
-from msgspec import Raw, Struct, msgpack
+from msgspec import Meta, Raw, Struct, msgpack
 
-from .page import Memory
+from .page import SENDERS, Memory
 
 __all__ = ["Answered", "Batch", "Done", "FarMember", "Frame", "Gap", "Heard", "Line", "Mail", "Members"]
 
 BATCH_BYTES = 4 << 20  # of frames that travel together; one frame may be larger
 
 
+# What any page and any header have room for: nothing that another machine says may kill a bridge.
+Word = Annotated[int, Meta(ge=0, lt=2**62)]
+Name = Annotated[str, Meta(max_length=200)]
+
+
 class FarMember(Struct, frozen=True, array_like=True):
     """As `Member`, by its name in the run; memories: what its page says of messages from the other machine."""
 
-    name: str
-    role: str
-    incarnation: int
-    state: str
+    name: Name
+    role: Name
+    incarnation: Word
+    state: Annotated[str, Meta(pattern="^(up|starting|down|gone)$")]
     reason: str
-    memories: list[Memory]
+    memories: Annotated[list[Memory], Meta(max_length=SENDERS)]
 
 
 class Members(Struct, frozen=True, array_like=True, tag="members"):
@@ -40,24 +46,24 @@ class Mail(Struct, frozen=True, array_like=True, tag="mail"):
     """A message for this incarnation of `receiver`. Other fields as in `Header`; left_s: until the deadline, 0: none.
     body: as the codec has it."""
 
-    receiver: str
-    incarnation: int
+    receiver: Name
+    incarnation: Word
     ask: bool
-    seq: int
-    sender: int
-    left_s: float
-    chain: tuple[str, ...]
-    method: str
+    seq: Word
+    sender: Word
+    left_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    chain: Annotated[tuple[Name, ...], Meta(max_length=64)]
+    method: Name
     body: bytes
 
 
 class Answered(Struct, frozen=True, array_like=True, tag="answer"):
     """The answer to the ask `seq`, or if `failed` an exception, as the codec has them."""
 
-    receiver: str
-    sender: int
-    seq: int
-    method: str
+    receiver: Name
+    sender: Word
+    seq: Word
+    method: Name
     failed: bool
     body: bytes
 
@@ -65,17 +71,17 @@ class Answered(Struct, frozen=True, array_like=True, tag="answer"):
 class Done(Struct, frozen=True, array_like=True, tag="done"):
     """These tells were handled."""
 
-    receiver: str
-    sender: int
-    seqs: list[int]
+    receiver: Name
+    sender: Word
+    seqs: list[Word]
 
 
 class Heard(Struct, frozen=True, array_like=True, tag="heard"):
     """The answers to these asks have arrived."""
 
-    receiver: str
-    sender: int
-    seqs: list[int]
+    receiver: Name
+    sender: Word
+    seqs: list[Word]
 
 
 Frame = Members | Mail | Answered | Done | Heard
@@ -84,8 +90,8 @@ Frame = Members | Mail | Answered | Done | Heard
 class Batch(Struct, frozen=True, array_like=True):
     """first: the number of the first frame. heard: how many of the other's frames have come."""
 
-    first: int
-    heard: int
+    first: Word
+    heard: Word
     frames: list[Frame]
 
 

@@ -24,10 +24,11 @@ from array import array
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-__all__ = ["RECEIVERS", "Fate", "Memory", "Page", "stand_in"]
+__all__ = ["RECEIVERS", "SENDERS", "Fate", "Memory", "Page", "fits", "stand_in"]
 
 INTERRUPTED, SENDERS, ASIDE, RECEIVERS = 64, 512, 4096, 512
 _SENDER, _SEQ, _SINCE, _TRY = range(4)
@@ -42,10 +43,10 @@ _WORDS = _RECEIVERS + 2 * RECEIVERS
 class Memory(Struct, frozen=True, array_like=True):
     """What a page remembers of one sender's messages, by seq (see `Page`)."""
 
-    sender: int
-    highest: int
-    aside: list[int]
-    interrupted: list[int]
+    sender: Annotated[int, Meta(ge=0, lt=2**62)]
+    highest: Annotated[int, Meta(ge=0, lt=2**62)]
+    aside: list[Annotated[int, Meta(gt=0, lt=2**62)]]
+    interrupted: list[Annotated[int, Meta(gt=0, lt=2**62)]]
 
 
 class Fate(Enum):
@@ -238,6 +239,12 @@ class Page:
         self._words[slot] = sender
         self._slots[sender] = slot
         return slot
+
+
+def fits(memories: Sequence[Memory]) -> bool:
+    """Whether a page has room for them: one that was kept by a page has."""
+    aside = sum(len(memory.aside) for memory in memories)
+    return aside <= ASIDE and sum(len(memory.interrupted) for memory in memories) <= INTERRUPTED
 
 
 def stand_in(path: Path, memories: Sequence[Memory], *, lost: bool = False) -> None:

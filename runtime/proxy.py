@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import msgspec
 
 from .actor import Actor
-from .errors import ActorDied, ActorStopped, AskTimeout, Unrecoverable
+from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
 from .graph import Graph
 from .ref import Ref
 from .relay import LEASE_S, Fenced, Relay, Stale
@@ -55,9 +55,11 @@ def add_proxy(
     """Add a proxy to a graph: it serves what the graph's roles list in `http`, GET /v1/run = `about`, and machines that
     join, which are dead for the run when they were not heard of for `lease_s`."""
     roles = {role.name: role.actor for role in graph}
+    elastic = [role.name for role in graph if role.elastic]
     proxy = graph.add(
-        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, about=about, lease_s=lease_s
-    )
+        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, elastic=elastic, about=about,
+        lease_s=lease_s,
+    )  # fmt: skip
     graph.supervise(proxy)  # its deaths take nobody down
     return proxy
 
@@ -69,24 +71,19 @@ class Proxy(Actor):
     stop_timeout_s = FAREWELL_S + 5.0
 
     def __init__(
-        self, *, host: str, port: int, token_file: Path, roles: dict[str, type[Actor]], about: dict[str, Any],
-        lease_s: float,
+        self, *, host: str, port: int, token_file: Path, roles: dict[str, type[Actor]], elastic: list[str],
+        about: dict[str, Any], lease_s: float,
     ) -> None:  # fmt: skip
         self.host, self.port, self.token_file = host, port, token_file
-        self.roles, self.about, self.lease_s = roles, about, lease_s
+        self.roles, self.elastic, self.about, self.lease_s = roles, elastic, about, lease_s
 
     def on_start(self) -> None:
         import uvicorn
 
         self._ended = threading.Event()
-        context = self.context
+        context, file = self.context, self.state_folder / "machines"
         self._relay = Relay(
-            self.name,
-            context.incarnation,
-            context.sockets,
-            self.roles,
-            self.state_folder / "machines",
-            self.lease_s,
+            self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
         )
         app = build_app(self.roles, self.about, read_token(self.token_file), self._ended, self._relay)
         self._socket = self._listen()
@@ -267,6 +264,8 @@ def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) ->
                 return JSONResponse({"error": str(error), "fenced": True}, status_code=410)
             except Stale as error:
                 return JSONResponse({"error": str(error)}, status_code=409)
+            except RolecallError as error:
+                return JSONResponse({"error": str(error)}, status_code=503)
             except ValueError as error:  # of which msgspec's are, too
                 return JSONResponse({"error": str(error)}, status_code=422)
 

@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from .line import Batch, Gap, Line
 __all__ = ["LEASE_S", "Fenced", "Joined", "Opened", "Relay", "Stale"]
 
 LEASE_S = 30.0
-MAX_MACHINES = 1 << 20
+MAX_NUMBER = 1 << 20
+MAX_MACHINES = 128  # at a time: a request of each waits in one of the proxy's 256 threads
 
 
 class Joined(Struct, frozen=True):
@@ -76,7 +77,8 @@ class _Node:
 class Relay:
     """Bridges to all machines that have joined. Its methods may be called in any thread.
 
-    owner, incarnation, sockets: of the actor it works for, as for Bridge. file: where it keeps who has joined.
+    owner, incarnation, sockets: of the actor it works for, as for Bridge. elastic: the roles that others may run.
+    file: where it keeps who has joined.
     """
 
     def __init__(
@@ -85,11 +87,13 @@ class Relay:
         incarnation: int,
         sockets: Path,
         roles: Mapping[str, type[Actor]],
+        elastic: Sequence[str],
         file: Path,
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._owner, self._incarnation, self._sockets, self._file = owner, incarnation, sockets, file
+        self._elastic = elastic
         self._codec, self._lease_s, self._clock = Codec(roles), lease_s, clock
         self._lock = threading.Lock()
         self._remembered = (
@@ -103,19 +107,25 @@ class Relay:
 
     def _node(self, number: int, name: str) -> _Node:
         machine = Machine(name, number)
-        bridge = Bridge(self._owner, self._incarnation, self._sockets, self._codec, Machine(), machine)
+        bridge = Bridge(
+            self._owner,
+            self._incarnation,
+            self._sockets,
+            self._codec,
+            Machine(),
+            machine,
+            elastic=self._elastic,
+        )
         thread = threading.Thread(target=bridge.run, name=f"bridge to {name}", daemon=True)
         thread.start()
         return _Node(machine, bridge, thread, self._clock())
 
     def join(self, host: str) -> Joined:
-        """Give a machine its number. Raises RolecallError if there are no more."""
+        """Give a machine its number. Raises RolecallError if there are too many."""
         with self._lock:
             number = self._remembered.last + 1
-            if number >= MAX_MACHINES:
-                raise RolecallError(
-                    f"{number - 1} machines have joined this run, and there are no more numbers"
-                )
+            if number >= MAX_NUMBER or len(self._nodes) >= MAX_MACHINES:
+                raise RolecallError(f"{len(self._nodes)} machines are in this run, and it takes no more")
             name = f"{re.sub(r'[^A-Za-z0-9.]', '-', host)[:16] or 'machine'}-{number}"
             self._remembered.last = number
             self._remembered.names[number] = name

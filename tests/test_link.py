@@ -15,9 +15,11 @@ from msgspec import msgpack
 from rolecall import Actor, Finished, Unrecoverable
 from rolecall.runtime import link as link_module
 from rolecall.runtime import proxy
+from rolecall.runtime import relay as relay_module
 from rolecall.runtime.control import NODE_BITS
 from rolecall.runtime.line import Batch, Done, FarMember, Frame, Heard, Line, Mail, Members
 from rolecall.runtime.link import Dialer
+from rolecall.runtime.page import Memory
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER
@@ -47,7 +49,7 @@ class Door:
     def restart(self) -> None:
         """As the proxy does after it was killed."""
         self.relay = Relay(
-            "proxy", 1, self.sockets, {"desk": Desk}, self.file, LEASE_S, clock=lambda: self.time
+            "proxy", 1, self.sockets, {"desk": Desk}, ["desk"], self.file, LEASE_S, clock=lambda: self.time
         )
         self.app = build_app({}, {}, TOKEN, self.ended, self.relay)
 
@@ -169,13 +171,16 @@ FAR = (1 << NODE_BITS) + 1
         Heard("desk", 5, [1]),
         Members([FarMember("desk", "desk", FAR, "up", "", [])]),
         Members([FarMember("a-1/desk", "desk", 5, "up", "", [])]),
+        Members([FarMember("a-1/../desk", "desk", FAR, "up", "", [])]),
+        Members([FarMember("a-1/desk-x", "desk", FAR, "up", "", [])]),
+        Members([FarMember("a-1/desk", "other", FAR, "up", "", [])]),
     ],
 )
 def test_a_machine_speaks_only_for_its_own_actors(door: Door, frame: Frame):
     door.relay.join("a")
     session = door.open()
     response = door.post("", batch(frame), session=session)
-    assert response.status_code == 422
+    assert response.status_code == 422, frame
     assert "is not of machine" in response.json()["error"]
     assert door.post("", batch(Heard("desk", FAR, [1])), session=session).status_code == 200
 
@@ -193,6 +198,47 @@ def test_a_machine_speaks_only_for_its_own_actors(door: Door, frame: Frame):
 def test_a_body_that_is_no_batch(door: Door, body: bytes):
     door.relay.join("a")
     assert door.post("", body, session=door.open()).status_code == 422
+
+
+def test_a_role_that_no_other_machine_runs(door: Door):
+    door.relay.join("a")
+    member = FarMember("a-1/trainer", "trainer", FAR, "up", "", [])
+    response = door.post("", batch(Members([member])), session=door.open())
+    assert response.status_code == 422
+    assert response.json()["error"] == "a-1/trainer: machines that join run no trainer"
+
+
+def test_more_than_a_page_holds(door: Door):
+    door.relay.join("a")
+    member = FarMember("a-1/desk", "desk", FAR, "down", "", [Memory(1, 1, [], list(range(1, 66)))])
+    response = door.post("", batch(Members([member])), session=door.open())
+    assert response.status_code == 422
+    assert "more than a page holds" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        ["mail", "desk", -1, False, 1, FAR, 0.0, [], "put", b""],
+        ["mail", "desk", 1, False, 2**63, FAR, 0.0, [], "put", b""],
+        ["mail", "desk", 1, False, 1, FAR, float("nan"), [], "put", b""],
+        ["mail", "desk", 1, False, 1, FAR, 0.0, ["x"] * 65, "put", b""],
+        ["mail", "desk", 1, False, 1, FAR, 0.0, [], "x" * 201, b""],
+        ["done", "desk", FAR, [-1]],
+        ["members", [["a-1/desk", "desk", FAR, "cut", "", []]]],
+    ],
+)
+def test_frames_with_more_than_any_page_or_header_holds(door: Door, frame: list[Any]):
+    door.relay.join("a")
+    assert door.post("", msgpack.encode([1, 0, [frame]]), session=door.open()).status_code == 422
+
+
+def test_no_more_machines(door: Door, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(relay_module, "MAX_MACHINES", 1)
+    assert door.post("/join", b"a").status_code == 200
+    response = door.post("/join", b"b")
+    assert response.status_code == 503
+    assert response.json()["error"] == "1 machines are in this run, and it takes no more"
 
 
 @pytest.mark.parametrize("session", ["x", "-1.a", "1e3.a", "99999999.a", "²"])
