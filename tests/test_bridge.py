@@ -36,11 +36,10 @@ class Note(Struct, frozen=True):
 
 
 class Counting(Actor):
-    """Remembers what it is told and asked, in order."""
+    """Remembers what it is told and asked, in order, over all its incarnations."""
 
-    def __init__(self) -> None:
-        self.told: list[Note] = []
-        self.asked: list[Note] = []
+    def __init__(self, told: list[Note], asked: list[Note]) -> None:
+        self.told, self.asked = told, asked
         self.waited: set[int] = set()
 
     def tell_me(self, note: Note) -> None:
@@ -77,6 +76,8 @@ class Computer:
         self.abroad = Abroad()
         self.incarnation = here.number << NODE_BITS
         self.dead_letters = 0
+        self.told: list[Note] = []  # what its actor, in all its incarnations, was told and asked
+        self.asked: list[Note] = []
         self.start_actor()
         self.start_bridge()
 
@@ -85,9 +86,19 @@ class Computer:
         self.member = Member(self.role, self.role, self.incarnation, "up")
         self.endpoint = Endpoint(self.role, self.incarnation, self.sockets)
         self.endpoint._late.set()  # no thread sends what only waits to be sent: all is done by `turn`
-        spec = Spec(self.role, self.incarnation, self.sockets, self.sockets, "", "run", "", Counting, (), {})
+        spec = Spec(
+            self.role,
+            self.incarnation,
+            self.sockets,
+            self.sockets,
+            "",
+            "run",
+            "",
+            Counting,
+            (self.told, self.asked),
+            {},
+        )
         self.life = Life(spec, self.endpoint)
-        self.actor: Any = self.life.actor
         self.endpoint.wait(0.0)
         self.turn()
 
@@ -110,6 +121,19 @@ class Computer:
         self.turn()
         self.tell(self.abroad.lose("bridge", ended=False))
         self.start_bridge()
+
+    def kill_actor(self) -> None:
+        """As SIGKILL would, between two messages; the next incarnation is up at once."""
+        endpoint: Any = self.endpoint
+        peers = [peer.connection for peer in endpoint._outbox.peers.values() if peer.connection]
+        for connection in (*endpoint._callers.values(), *peers, endpoint._supervisor, endpoint._inbox):
+            connection.close()
+        endpoint._poller.close()
+        self.switchboard.forget(self.role, self.member.incarnation)
+        self.turn()
+        self.tell([Member(self.role, self.role, self.member.incarnation, "down", "killed by SIGKILL")])
+        self.start_actor()
+        self.tell([self.member])
 
     def turn(self) -> None:
         """Of the supervisor."""
@@ -200,8 +224,9 @@ class World:
         self.run, self.node = Computer(run, node, "a"), Computer(node, run, "b")
         self.both = (self.run, self.node)
         self.network = Network(self.run, self.node, self.rng, faults)
-        self.told: Counter[str] = Counter()
-        self.answers: list[tuple[int, Answer[Any]]] = []
+        self.told: Counter[int] = Counter()  # by each incarnation
+        self.asks = 0
+        self.answers: dict[int, Answer[Any]] = {}  # of those whose asker lives
         self.settle()
 
     def peer(self, computer: Computer) -> str:
@@ -225,17 +250,25 @@ class World:
             self.turn()
 
     def send(self, computer: Computer) -> None:
-        receiver = self.peer(computer)
-        number = self.rng.randrange(3)
+        receiver, number = self.peer(computer), self.rng.randrange(3)
         if number == 0:
-            self.told[computer.role] += 1
-            note = Note(computer.role, self.told[computer.role])
+            sender = computer.member.incarnation
+            self.told[sender] += 1
+            note = Note(str(sender), self.told[sender])
             computer.endpoint.tell(receiver, Call.of(Counting.tell_me, (note,), {}))
         else:
             handler = Counting.ask_me if number == 1 else Counting.ask_me_later
-            count = len(self.answers)
-            call = Call.of(handler, (Note(computer.role, count),), {})
-            self.answers.append((count, computer.endpoint.ask_soon(receiver, call, 600.0)))
+            call = Call.of(handler, (Note(computer.role, self.asks),), {})
+            self.answers[self.asks] = computer.endpoint.ask_soon(receiver, call, 600.0)
+            self.asks += 1
+
+    def kill_actor(self, computer: Computer) -> None:
+        endpoint = computer.endpoint
+        computer.kill_actor()
+        mine = {
+            id(peer.pending) for one in endpoint._outbox.peers.values() for peer in one.unhandled.values()
+        }
+        self.answers = {number: answer for number, answer in self.answers.items() if id(answer) not in mine}
 
     def restart_bridge(self, computer: Computer) -> None:
         computer.kill_bridge()
@@ -264,7 +297,7 @@ def world():
 def test_both_ways(world: World):
     assert world.ask(world.node, Counting.ask_me, Note("b", 7)) == 7
     assert world.ask(world.run, Counting.ask_me_later, Note("a", 8)) == 8
-    assert (world.run.actor.asked, world.node.actor.asked) == ([Note("b", 7)], [Note("a", 8)])
+    assert (world.run.asked, world.node.asked) == ([Note("b", 7)], [Note("a", 8)])
 
 
 def test_the_names_of_both_machines(world: World):
@@ -322,29 +355,47 @@ def test_a_machine_speaks_only_for_its_own(world: World):
             world.run.bridge.check([frame])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), faults=st.sampled_from([0.0, 0.3, 0.6]), kills=st.sampled_from([0.0, 0.02])
+    seed=st.integers(0, 2**32),
+    faults=st.sampled_from([0.0, 0.3, 0.6]),
+    kills=st.sampled_from([0.0, 0.02]),
+    deaths=st.sampled_from([0.0, 0.01]),
 )
-def test_every_tell_is_handled_once_and_in_order_and_every_ask_ends(seed: int, faults: float, kills: float):
+def test_every_tell_is_handled_once_and_in_order_and_every_ask_ends(
+    seed: int, faults: float, kills: float, deaths: float
+):
+    """kills: how often a bridge is killed, deaths: how often an actor is."""
     world = World(seed, faults)
     for _ in range(600):
         if world.rng.random() < 0.2:
             world.send(world.rng.choice(world.both))
         if world.rng.random() < kills:
             world.restart_bridge(world.rng.choice(world.both))
+        if world.rng.random() < deaths:
+            world.kill_actor(world.rng.choice(world.both))
         world.turn()
     world.network.faults = 0.0
     for _ in range(20_000):
         world.turn()
-        if all(answer.done for _, answer in world.answers) and not any(
+        if all(answer.done for answer in world.answers.values()) and not any(
             computer.endpoint._outbox.telling for computer in world.both
         ):
             break
     for computer in world.both:
-        sender = world.peer(computer)
-        assert computer.actor.told == [Note(sender, number) for number in range(1, world.told[sender] + 1)]
-    assert [answer.result() for _, answer in world.answers] == list(range(len(world.answers)))
-    asked = Counter(note.number for computer in world.both for note in computer.actor.asked)
-    assert all(count == 1 for count in asked.values()) and len(asked) == len(world.answers)
+        told: dict[int, list[int]] = {}
+        for note in computer.told:
+            told.setdefault(int(note.sender), []).append(note.number)
+        for sender, numbers in told.items():
+            assert numbers == list(range(1, len(numbers) + 1))
+            lives = any(other.member.incarnation == sender for other in world.both)
+            assert not lives or len(numbers) == world.told[sender]  # a dead one kept some to itself
+    asked = Counter(note.number for computer in world.both for note in computer.asked)
+    assert all(count == 1 for count in asked.values())
+    for number, answer in world.answers.items():
+        try:
+            assert answer.result() == number and asked[number] == 1
+        except ActorDied as error:
+            assert deaths and error.maybe_executed
+    assert all(computer.dead_letters == 0 for computer in world.both)
     world.close()
