@@ -76,6 +76,7 @@ class Visit:
         self.token_file.touch(mode=0o600)
         self.token_file.write_text("the-token\n")
         self.nodes: list[Node] = []
+        self.stopped = False
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         settings = {"token_file": self.token_file, "lease_s": lease_s}
@@ -93,6 +94,11 @@ class Visit:
         except BaseException as error:  # noqa: BLE001  raised by `go`
             self.error = error
         finally:
+            self.stop()
+
+    def stop(self) -> None:
+        if not self.stopped:  # to ask twice would kill everybody
+            self.stopped = True
             self.run.supervisor.stop()
 
     def go(self) -> None:
@@ -117,7 +123,8 @@ class Visit:
         """What the ledger has handled, of each sender."""
         notes: dict[str, list[int]] = defaultdict(list)
         file = self.folder / "state" / "ledger" / "notes"
-        for line in file.read_text().splitlines() if file.exists() else []:
+        written = file.read_text() if file.exists() else ""
+        for line in written[: written.rfind("\n") + 1].splitlines():  # the last may not be whole yet
             sender, number = line.split()
             notes[sender].append(int(number))
         return notes
@@ -128,8 +135,8 @@ class Visit:
     def progress(self) -> None:
         """Wait until more has gone both ways."""
         notes, echoes = sum(map(len, self.notes().values())), len(self.reports("echo"))
-        until(lambda: sum(map(len, self.notes().values())) >= notes + 50, 30.0)
-        until(lambda: len(self.reports("echo")) >= echoes + 5, 30.0)
+        until(lambda: sum(map(len, self.notes().values())) >= notes + 30, 30.0)
+        until(lambda: len(self.reports("echo")) >= echoes + 3, 30.0)
 
     def check(self) -> None:
         """Everything was handled exactly once, in order for each sender."""
@@ -143,11 +150,10 @@ def test_whoever_is_killed_in_between_costs_nothing_but_time(tmp_path: Path):
     def story(visit: Visit) -> None:
         node = visit.join()
         visit.progress()
-        for _ in range(2):
-            visit.run.kill("proxy")
-            visit.progress()
-            os.kill(node.pid("link"), signal.SIGKILL)
-            visit.progress()
+        visit.run.kill("proxy")
+        visit.progress()
+        os.kill(node.pid("link"), signal.SIGKILL)
+        visit.progress()
         ups = node.ups("link")
         visit.run.kill("proxy")
         os.kill(node.pid("link"), signal.SIGKILL)
@@ -163,7 +169,7 @@ def test_whoever_is_killed_in_between_costs_nothing_but_time(tmp_path: Path):
         assert len(visit.notes()) == 2
         state = {actor.name: actor.state for actor in visit.run.supervisor.status().actors}
         assert state["gpu-1/worker"] == "up"
-        visit.run.supervisor.stop()
+        visit.stop()
         assert node.wait() == 0, node.lines
         assert [line for line in node.lines if "dead_letter" in line] == []
 
