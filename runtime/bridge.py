@@ -100,6 +100,7 @@ class Bridge:
         # From the threads of the link.
         self._events: deque[tuple[Line | None, Sequence[Frame] | str]] = deque()
         self._closed = False
+        self._waking = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.epoll()
         self._poller.register(self._wake, select.EPOLLIN)
@@ -130,19 +131,27 @@ class Bridge:
     def close(self) -> None:
         """Let `run` return."""
         self._closed = True
-        os.eventfd_write(self._wake, 1)
+        self._later(None, ())
 
     def _later(self, line: Line | None, what: Sequence[Frame] | str) -> None:
         self._events.append((line, what))
-        os.eventfd_write(self._wake, 1)
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     # --- the loop ----------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Pass on what there is until `close`, or until the supervisor is gone."""
-        while not self._closed and not self._supervisor.ended:
+        while not self._supervisor.ended and (not self._closed or self._supervisor.backlog):
             self.turn(None)
         self._line.close()
+        self._part()
+        self._supervisor.close()
+        self._poller.close()
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
 
     def turn(self, timeout_s: float | None) -> None:
         """Pass on what there is; wait for the first of it."""

@@ -22,6 +22,7 @@ from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError, Rolecall
 
 __all__ = ["Codec", "Refused", "decode_error", "encode_error"]
 
+MAX_BYTES = 48 << 20  # less than a request may bring
 _ARRAY = 1  # msgpack's number for our extension
 _NUMBERS = "biufc"  # numpy's kinds of dtype without references
 _MAX_TEXT = 64 << 10  # characters of an exception and its notes
@@ -160,9 +161,15 @@ class _Handler:
 
     def encode(self, value: Any, what: str) -> bytes:
         try:
-            return _encoder.encode(value)
+            data = _encoder.encode(value)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise Refused(f"{self.name}: {what} can't travel between machines: {error}") from error
+        if len(data) > MAX_BYTES:
+            raise Refused(
+                f"{self.name}: {what} can't travel between machines: {len(data)} bytes, and one takes "
+                f"{MAX_BYTES}; send it in parts, or by way of the store"
+            )
+        return data
 
     def decode(self, decoder: msgpack.Decoder[Any], data: bytes, what: str) -> Any:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -13,7 +13,10 @@ from .peer import Replies
 from .sockets import Connection, Parcel
 from .wire import Header, Kind, seqs_done
 
-__all__ = ["Abroad", "FarMail"]
+if TYPE_CHECKING:
+    from .supervisor import Observer
+
+__all__ = ["Abroad", "FarMail", "observe"]
 
 MAX_KEPT = (
     4096  # answers that have not arrived yet; of the oldest the askers hear that they may have been executed
@@ -81,6 +84,14 @@ class FarMail:
                 self._drop(key)
             if not any(key[0] == sender for key in self._unhandled):
                 self._ways.pop(sender, None)
+
+
+def observe(observer: Observer, members: Sequence[Member]) -> None:
+    """Say what has become of these."""
+    for member in members:
+        observer.on_state(member.name, member.state)
+        if member.state == "gone" and member.reason:
+            observer.on_death(member.name, member.reason, None)
 
 
 class Abroad:

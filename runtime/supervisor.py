@@ -41,7 +41,7 @@ from .control import (
     StopRun,
 )
 from .errors import Unrecoverable
-from .far import Abroad
+from .far import Abroad, observe
 from .forkserver import ForkServer, become_subreaper, check_interpreter
 from .graph import Graph, Role
 from .hang import HangWatch
@@ -278,6 +278,7 @@ class Supervisor:
                 caller.send(msgpack.encode(self._everybody()))
             case FarMembers(members=members):
                 self._abroad.hear(self._switchboard.actor(caller)[0], members)
+                observe(self.observer, members)
                 self._tell(members)
             case _:
                 self._hear_actor(*self._switchboard.actor(caller), message)

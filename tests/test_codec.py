@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct, msgpack
 from rolecall import Actor, ActorDied, ActorStopped, AskTimeout, DeadlockError, RolecallError, Unrecoverable
+from rolecall.runtime import codec
 from rolecall.runtime.codec import Codec, Refused, decode_error, encode_error
 
 
@@ -154,6 +155,13 @@ def test_values_that_are_no_data(value: Any):
         CODEC.encode_call("desk", "loose", (value,), {})
     with pytest.raises(Refused, match=r"Desk\.loose: its answer can't travel"):
         CODEC.encode_answer("desk", "loose", value)
+
+
+def test_what_is_too_large(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(codec, "MAX_BYTES", 100)
+    CODEC.encode_answer("desk", "loose", bytes(50))
+    with pytest.raises(Refused, match=r"Desk\.loose: its answer can't travel between machines: 202 bytes"):
+        CODEC.encode_answer("desk", "loose", bytes(200))
 
 
 def test_wrong_types_and_unknown_arguments():

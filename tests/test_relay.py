@@ -197,6 +197,7 @@ def test_a_machine_that_is_lost_or_comes_back_too_late(tmp_path: Path):
             assert down["reason"] == f"machine {machine} has not been heard of for 2 s"
             assert down["final"]
         assert {down["down"] for down in visit.reports("down")} == {"gpu-1/worker", "gpu-2/worker"}
+        assert {name for name, reason in visit.run.deaths} == {"gpu-1/worker", "gpu-2/worker"}
         third = visit.join()
         visit.progress()
         assert {note.partition("/")[0] for note in visit.notes()} == {"gpu-1", "gpu-2", "gpu-3"}
