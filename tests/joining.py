@@ -6,6 +6,7 @@ It prints each state and death as a line of JSON, and exits as `rolecall join` d
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def main(recipe: str, url: str, token_file: Path, folder: Path) -> int:
     observer.supervisor = Supervisor(
         graph, "run", folder, recipe, observer, node=joined.name, number=joined.number
     )
+    signal.signal(signal.SIGTERM, lambda signum, frame: observer.supervisor.stop())
     outcome = observer.supervisor.run()
     print(json.dumps({"story": outcome.story}), flush=True)
     return outcome.exit_code

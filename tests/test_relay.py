@@ -201,7 +201,11 @@ def test_a_machine_that_is_lost_or_comes_back_too_late(tmp_path: Path):
         third = visit.join()
         visit.progress()
         assert {note.partition("/")[0] for note in visit.notes()} == {"gpu-1", "gpu-2", "gpu-3"}
-        third.process.send_signal(signal.SIGKILL)
+        third.process.send_signal(signal.SIGTERM)  # it leaves in order, and is not waited for
+        assert third.wait() == 130
+        until(lambda: len(visit.reports("down")) == 3, 10.0)
+        down = visit.reports("down")[-1]
+        assert (down["down"], down["reason"], down["final"]) == ("gpu-3/worker", "", True)
 
     visit = Visit(tmp_path, story, lease_s=2.0)
     visit.go()
