@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rolecall import Actor, ActorDied, Graph, Ref
+from rolecall import Actor, ActorDied, ActorStopped, Graph, Ref
 from rolecall.runtime.actor import Down
 from rolecall.runtime.proxy import add_proxy
 
@@ -86,6 +86,8 @@ class Driver(Actor):
             self.echoes += 1
         except ActorDied as error:
             self.report(died=error.reason, maybe_executed=error.maybe_executed)
+        except ActorStopped:
+            self.report(left=True)  # the worker, or this one is about to
         return 0.02
 
 
