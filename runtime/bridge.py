@@ -52,13 +52,12 @@ _from_supervisor = msgpack.Decoder(control.ToActor)
 
 @dataclass(eq=False)
 class _Caller:
-    """A local sender's connection to a far actor's inbox."""
+    """A local sender's connection to a far actor's inbox. unheard: answers that the kernel had no room for, by sender
+    and seq."""
 
     connection: Connection
     member: Member
-    unheard: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # answers the kernel had no room for: sender, seq
+    unheard: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
