@@ -6,6 +6,7 @@ frames with the run's own bridge: one request always waits there for what comes,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,8 @@ class Dialer:
             self._stopping.wait(0.01)
         self._stopping.set()
         if self.ending is None:
-            with self._make_client() as client:
+            # If it does not arrive the lease runs out, and who is fenced or late has left already.
+            with self._make_client() as client, contextlib.suppress(_Again, _Stale, Finished, Unrecoverable):
                 self._post(client, "/leave", b"", str(self._number))
         if (session := self._session) is not None:
             session.line.close()

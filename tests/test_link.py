@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 import threading
@@ -24,7 +25,6 @@ from rolecall.runtime.proxy import build_app
 from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER
 from rolecall.runtime.switchboard import Switchboard
-from starlette.testclient import TestClient
 
 TOKEN = "the-token"
 LEASE_S = 30.0
@@ -33,6 +33,27 @@ EMPTY = msgpack.encode(Batch(1, 0, []))
 
 class Desk(Actor):
     def put(self, number: int) -> int: ...
+
+
+class InProcess(httpx.BaseTransport):
+    """Requests to an ASGI app, each in a loop of its own; those that find a failure in `failures` get that instead."""
+
+    def __init__(self, app: Any, failures: list[httpx.Response | Exception]) -> None:
+        self.app, self.failures, self.lock = app, failures, threading.Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        with self.lock:
+            failure = self.failures.pop() if self.failures else None
+        if isinstance(failure, Exception):
+            raise failure
+        return failure or asyncio.run(self._send(request))
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app)) as client:
+            answer = await client.request(
+                request.method, request.url, headers=request.headers, content=request.read()
+            )
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
 
 
 class Door:
@@ -53,8 +74,9 @@ class Door:
         )
         self.app = build_app({}, {}, TOKEN, self.ended, self.relay)
 
-    def client(self) -> TestClient:
-        return TestClient(self.app, base_url="http://run")
+    def client(self, failures: list[httpx.Response | Exception] | None = None) -> httpx.Client:
+        transport = InProcess(self.app, [] if failures is None else failures)
+        return httpx.Client(transport=transport, base_url="http://run", timeout=60.0)
 
     def post(self, path: str, body: bytes = b"", *, session: str = "0", token: str = TOKEN) -> httpx.Response:
         headers = {TOKEN_HEADER: token, SESSION_HEADER: session}
@@ -243,7 +265,9 @@ def test_no_more_machines(door: Door, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("session", ["x", "-1.a", "1e3.a", "99999999.a", "²"])
 def test_a_session_that_is_none(door: Door, session: str):
-    headers = {TOKEN_HEADER: TOKEN.encode(), SESSION_HEADER: session.encode()}
+    headers = httpx.Headers(
+        [(TOKEN_HEADER.encode(), TOKEN.encode()), (SESSION_HEADER.encode(), session.encode())]
+    )
     with door.client() as client:
         assert client.post("/v1/relay/open", headers=headers).status_code == 422
 
@@ -336,23 +360,12 @@ def test_a_run_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_gateway_without_its_run_for_a_while(door: Door):
     door.relay.join("a")
-    away = [
+    away: list[httpx.Response | Exception] = [
         httpx.Response(502),
         httpx.ConnectError("refused"),
         httpx.Response(429),
-        httpx.ReadTimeout("late"),
     ]
-    lock = threading.Lock()
-
-    class Flaky(TestClient):
-        def request(self, *args: Any, **kwargs: Any) -> httpx.Response:
-            with lock:
-                failure = away.pop() if away else None
-            if isinstance(failure, Exception):
-                raise failure
-            return failure or super().request(*args, **kwargs)
-
-    here = Dialing(lambda: Flaky(door.app, base_url="http://run"))
+    here = Dialing(lambda: door.client(away))
     here.dialer.start()
     here.wait(lambda: here.lines)
     there = door.relay._nodes[1]
@@ -369,9 +382,19 @@ def test_a_gateway_without_its_run_for_a_while(door: Door):
         door.relay.open(1)  # it has said goodbye
 
 
+def test_a_goodbye_that_does_not_arrive(door: Door):
+    door.relay.join("a")
+    here = Dialing(door.client)
+    here.dialer.start()
+    here.wait(lambda: here.lines)
+    here.dialer._make_client = lambda: door.client([httpx.ConnectError("refused")])
+    here.dialer.stop(10.0)
+    door.relay.open(1)  # until its lease has run out
+
+
 def test_when_the_relay_is_new_a_new_line_begins(door: Door):
     door.relay.join("a")
-    here = Dialing(lambda: TestClient(door.app, base_url="http://run"))
+    here = Dialing(door.client)
     here.dialer.start()
     here.wait(lambda: here.lines)
     door.relay.open(1)  # as another link would
