@@ -39,6 +39,7 @@ class Context:
     run:         the run's id.
     folder:      the run's folder on this machine.
     report:      sends values to whoever watches the run (see `Actor.report`).
+    sockets:     where the processes of this machine meet.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Context:
     run: str
     folder: Path
     report: Callable[[dict[str, Any]], None]
+    sockets: Path = Path()
 
 
 @dataclass(frozen=True)

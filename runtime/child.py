@@ -12,13 +12,23 @@ from pathlib import Path
 from msgspec import json
 from msgspec.structs import replace
 
-from .control import Ending, ending_path, inbox_path, page_path, spec_path
+from .control import Ending, Member, ending_path, inbox_path, page_path, spec_path
 from .page import Page
 from .process import STACKS_SIGNAL
 from .tree import Slot
 
 __all__ = ["Child", "describe_exit", "tail"]
 
+# What others are told of each state of a child (see Slot and Member).
+STATES = {
+    "waiting": "down",
+    "spawning": "starting",
+    "starting": "starting",
+    "up": "up",
+    "stopping": "up",
+    "done": "gone",
+    "gone": "gone",
+}
 OUTPUT_TAIL_LINES = 50
 OUTPUT_TAIL_BYTES = 64 << 10
 
@@ -40,6 +50,11 @@ class Child(Slot):
     @property
     def alive(self) -> bool:
         return self.pidfd >= 0
+
+    @property
+    def member(self) -> Member:
+        """What others are told of it."""
+        return Member(self.name, self.role.name, self.incarnation, STATES[self.state], self.reason)
 
     def adopt(self, pid: int) -> None:
         self.pid, self.pidfd, self.hung = pid, os.pidfd_open(pid), ""

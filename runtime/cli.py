@@ -140,8 +140,8 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _supervise(graph: Graph, run: RunFolder, recipe: str, console: Console, **remote: Any) -> Outcome:
-    supervisor = Supervisor(graph, run.info.id, run.path, recipe, console, **remote)
+def _supervise(graph: Graph, run: RunFolder, recipe: str, console: Console, **machine: Any) -> Outcome:
+    supervisor = Supervisor(graph, run.info.id, run.path, recipe, console, **machine)
     run.write_info(replace(run.info, sockets=str(supervisor.sockets)))
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -264,7 +264,7 @@ def _join(options: argparse.Namespace) -> int:
             joining.recipe_name,
             console,
             node=joining.node,
-            remotes=joining.remotes,
+            number=joining.number,
         )
     if outcome.exit_code not in (0, 130):
         say(f"rolecall: {outcome.story}", sys.stderr)

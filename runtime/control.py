@@ -11,10 +11,14 @@ from typing import Any
 from msgspec import Struct
 
 __all__ = [
+    "NODE_BITS",
     "ActorStatus",
+    "Bridge",
     "DeadLetter",
     "Ending",
+    "FarMembers",
     "FromActor",
+    "FromBridge",
     "FromCommand",
     "Hello",
     "ListActors",
@@ -37,12 +41,18 @@ __all__ = [
 ]
 
 
+NODE_BITS = 40
+"""An incarnation's upper bits are the number of its machine: 0 for the run's own, others never used twice in a run."""
+
+
 class Member(Struct, frozen=True):
     """One actor as the supervisor sees it.
 
     state: up (send), starting (this incarnation is not ready: keep the mail), down (this incarnation is dead, or
-    none was ever started: keep the mail), gone (dead for good: fail the mail).
+    none was ever started: keep the mail), cut (it is on another machine, and the way there is closed for now: keep
+    the mail, and send it again when it is up), gone (dead for good: fail the mail).
     reason: why the last incarnation died; empty if it finished or was stopped.
+    node: the name of the other machine that it is on; empty if it is on this one.
     """
 
     name: str
@@ -50,6 +60,7 @@ class Member(Struct, frozen=True):
     incarnation: int
     state: str
     reason: str = ""
+    node: str = ""
 
 
 class Membership(Struct, frozen=True, tag="members"):
@@ -84,6 +95,20 @@ class Hello(Struct, frozen=True, tag="hello"):
 
     name: str
     incarnation: int
+
+
+class Bridge(Struct, frozen=True, tag="bridge"):
+    """The first word of a bridge, in the process of `owner`, which stands in for the actors of machine `number`."""
+
+    owner: str
+    incarnation: int
+    number: int
+
+
+class FarMembers(Struct, frozen=True, tag="far"):
+    """A bridge's word: these members of another machine have changed."""
+
+    members: list[Member]
 
 
 class Report(Struct, frozen=True, tag="report"):
@@ -161,6 +186,7 @@ class Ending(Struct, frozen=True):
 ToActor = Membership | Stop
 FromActor = Ready | Hello | Report | DeadLetter
 FromCommand = ListActors | StopRun | RestartRole
+FromBridge = Bridge | FarMembers | DeadLetter
 
 
 def supervisor_path(sockets: Path) -> Path:
@@ -168,11 +194,15 @@ def supervisor_path(sockets: Path) -> Path:
 
 
 def inbox_path(sockets: Path, name: str, incarnation: int) -> Path:
-    return sockets / f"{name}.{incarnation}"
+    return sockets / f"{_file(name)}.{incarnation}"
 
 
 def page_path(sockets: Path, name: str) -> Path:
-    return sockets / f"{name}.page"
+    return sockets / f"{_file(name)}.page"
+
+
+def _file(name: str) -> str:
+    return name.replace("/", "+")  # the name of an actor on another machine begins with the machine's
 
 
 def spec_path(sockets: Path, name: str, incarnation: int) -> Path:

@@ -13,15 +13,15 @@ from typing import Any
 
 from msgspec import msgpack
 
-from .control import Stop, ToActor, inbox_path, page_path, supervisor_path
-from .errors import ActorStopped, AskTimeout, DeadlockError, RolecallError
+from .control import NODE_BITS, Stop, ToActor, inbox_path, page_path, supervisor_path
+from .errors import ActorStopped, AskTimeout, DeadlockError
+from .far import FarMail
 from .mailbox import Incoming, Mailbox
 from .members import Members
 from .outbox import Outbox
 from .page import Page
-from .peer import Answers, Distant, Heard, Outgoing, Peer, Pending, Replies, together
+from .peer import Answers, Outgoing, Peer, Pending, Replies, together
 from .ref import Answer, Call, only_one
-from .remote import RemoteActor
 from .sockets import Connection, Parcel, connect, listen
 from .turns import LATE_S, POLL_S, Turns
 from .wire import (
@@ -39,6 +39,7 @@ __all__ = ["Endpoint"]
 TELL_TIMEOUT_S = 300.0  # how long a tell waits for room in the receiver's mailbox
 BATCH = 64  # messages or answers that wait for nothing else before they are sent
 BREATH_NS = 5_000_000
+FAR_REMEMBERED = 64  # dead senders of other machines, of whose mail a second copy may still be under way
 LAST_WORDS_S = 0.5  # how long a process that ends waits for the kernel to take what it has said
 _from_supervisor = msgpack.Decoder(ToActor)
 
@@ -46,11 +47,8 @@ _from_supervisor = msgpack.Decoder(ToActor)
 class Endpoint:
     """The Transport of an actor's process, and its inbox."""
 
-    def __init__(
-        self, name: str, incarnation: int, sockets: Path, remotes: dict[str, RemoteActor] | None = None
-    ) -> None:
+    def __init__(self, name: str, incarnation: int, sockets: Path) -> None:
         self.name, self.incarnation, self.sockets = name, incarnation, sockets
-        self.remotes = remotes or {}
         self.mailbox = Mailbox()
         self.page = Page(page_path(sockets, name))
         self.page.recover()
@@ -80,6 +78,8 @@ class Endpoint:
             incarnation, sockets, self.page, self._members, self._poller, self._lock, self._transmit
         )
         self.dead_letters = self._outbox.dead_letters
+        self._node = incarnation >> NODE_BITS
+        self._far = FarMail(self._replies)
 
     def now(self) -> float:
         """CLOCK_MONOTONIC seconds, which all processes of a machine share."""
@@ -112,10 +112,6 @@ class Endpoint:
         return 0 if peer is None else len(peer.unhandled)
 
     def watch(self, name: str) -> None:
-        if name in self.remotes:
-            raise RolecallError(
-                f"{name} is on another machine, and only actors of the same one can be watched"
-            )
         self.replicas(name)
         with self._lock:
             self._members.watch(name)
@@ -136,43 +132,14 @@ class Endpoint:
         deadline = time.monotonic() + timeout_s
         if threading.get_ident() == self._handler:
             deadline = min(deadline, self.deadline)
-        if name in self.remotes:
-            return self._ask_remote(self.remotes[name], call, deadline, answers)
         pending = Pending(name, deadline, self._wait, answers=answers)
         self._post(name, call, pending)
         return pending
 
-    def _ask_remote(
-        self, remote: RemoteActor, call: Call, deadline: float, answers: Answers | None
-    ) -> Answer[Any]:
-        if answers is None:
-            return Heard(remote.ask(call, deadline, self._between))
-        distant = Distant(answers, self._wait_for_distant)
-
-        def ask() -> None:
-            distant.settle(lambda: remote.ask(call, deadline, self._between))
-            os.eventfd_write(self._wake, 1)
-
-        threading.Thread(target=ask, name=f"{remote.name}.{call.method}", daemon=True).start()
-        return distant
-
-    def _wait_for_distant(self, distant: Distant) -> None:
-        while not distant.done:
-            self._raise_if_stopping()
-            self._drive(POLL_S)
-
     def tell(self, name: str, call: Call) -> None:
-        if name in self.remotes:
-            self.remotes[name].ask(call, time.monotonic() + TELL_TIMEOUT_S, self._between)
-        else:
-            self._post(name, call)
-            if not self._late.is_set():
-                self._turns.send_soon()
-
-    def _between(self) -> None:
-        """Called between two tries of a request to another machine: hear the supervisor meanwhile."""
-        self._drive(0.0)
-        self._raise_if_stopping()
+        self._post(name, call)
+        if not self._late.is_set():
+            self._turns.send_soon()
 
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
         peer = self._outbox.peers.get(name) or self._new_peer(name)
@@ -316,12 +283,19 @@ class Endpoint:
             return
         self._members.news = False
         members = list(self._members.by_name.values())
-        # Incarnations grow, so a sender above all of these is newer than this word, not dead.
-        newest = max((member.incarnation for member in members), default=0)
+        # A machine's incarnations grow, so a sender above all of them is newer than this word, not dead.
+        newest: dict[int, int] = {}
+        for member in members:
+            node = member.incarnation >> NODE_BITS
+            newest[node] = max(member.incarnation, newest.get(node, 0))
         alive = {member.incarnation for member in members if member.state != "gone"}
-        for sender in self.page.senders - alive:
-            if sender <= newest:
-                self.page.forget(sender)
+        senders = self.page.senders - alive
+        dead = sorted(sender for sender in senders if sender <= newest.get(sender >> NODE_BITS, 0))
+        far = [sender for sender in dead if sender >> NODE_BITS != self._node]
+        for sender in far:
+            self._far.forget(sender)
+        for sender in set(dead).difference(far[-FAR_REMEMBERED:]):
+            self.page.forget(sender)
 
     # --- receiving ---------------------------------------------------------------------------------------
 
@@ -339,7 +313,8 @@ class Endpoint:
         data = caller.receive()
         if data is not None:
             for header, body, buffers in unpack_messages(data):
-                self.mailbox.put(Incoming(header, body, buffers, caller))
+                if header.sender >> NODE_BITS == self._node or self._far.is_new(header, body, caller):
+                    self.mailbox.put(Incoming(header, body, buffers, caller))
         elif caller.ended:
             del self._callers[caller.fileno()]
             caller.close()
@@ -347,16 +322,23 @@ class Endpoint:
     def handled(self, message: Incoming) -> None:
         """Tell the sender of a tell that it was handled; all of one sender's are told in one record."""
         waiting = self._replies.waiting
-        waiting.append((message.route, message.header.seq, b""))
+        waiting.append((self._route(message), message.header.seq, b""))
         if len(waiting) == 1:
             self._turns.send_soon()  # the next message may take long
 
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         """Answer an ask. A sender that died meanwhile needs no answer."""
         waiting = self._replies.waiting
-        waiting.append((message.route, 0, pack_reply(kind, message.header.seq, *encode_body(value))))
+        record = pack_reply(kind, message.header.seq, *encode_body(value))
+        waiting.append((self._route(message, record), 0, record))
         if len(waiting) == 1:
             self._turns.send_soon()
+
+    def _route(self, message: Incoming, answer: bytes | Parcel | None = None) -> Connection:
+        """The way back to its sender, now that it is handled."""
+        if message.header.sender >> NODE_BITS == self._node:
+            return message.route
+        return self._far.handled(message.header, answer)
 
     def settle(self, timeout_s: float) -> None:
         """Before the end: wait until what this actor told others is handled, for only its sender can send it again.

@@ -179,27 +179,23 @@ class Graph:
         """The run is over when all of these have finished."""
         self.ends_with.extend(ref.name for ref in refs)
 
-    def part_for_joining(self, replicas: int) -> tuple[Graph, list[Role]]:
-        """What a machine that joins runs itself, and the roles it reaches over HTTP.
-
-        It runs the elastic roles and whatever those are wired to that has no HTTP messages.
-        """
-        here = [role.name for role in self if role.elastic]
-        remote: dict[str, Role] = {}
+    def private_parts(self) -> list[str]:
+        """The roles of which each machine that joins has its own: whatever the elastic roles are wired to that has no
+        HTTP messages. The others are reached through a link."""
+        elastic = [role.name for role in self if role.elastic]
+        here = list(elastic)
         for name in here:
-            for wired in self._roles[name].wires.values():
-                if self._roles[wired].actor.http:
-                    remote[wired] = self._roles[wired]
-                elif wired not in here:
-                    here.append(wired)
-        part = Graph(
-            self.name, strategy=self.strategy, max_restarts=self.max_restarts, within_s=self.within_s
-        )
+            wired = self._roles[name].wires.values()
+            here += [other for other in wired if not self._roles[other].actor.http and other not in here]
+        return here[len(elastic) :]
+
+    def add_part_for_joining(self, to: Graph, replicas: int) -> None:
+        """Add to another graph what a machine that joins runs: the elastic roles, each with so many replicas, and the
+        private parts."""
+        here = [*self.private_parts(), *(role.name for role in self if role.elastic)]
         for role in self:
             if role.name in here:
-                part._roles[role.name] = replace(role, replicas=replicas) if role.elastic else role
-        part.ends_with = [role.name for role in part if role.elastic]
+                to._roles[role.name] = replace(role, replicas=replicas) if role.elastic else role
         for subtree in self.subtrees:
             roles = tuple(name for name in subtree.roles if name in here)
-            part.subtrees += [replace(subtree, roles=roles)] if roles else []
-        return part, list(remote.values())
+            to.subtrees += [replace(subtree, roles=roles)] if roles else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +9,25 @@ from types import ModuleType
 
 from .errors import Unrecoverable
 from .graph import Graph
+from .link import Link, join
 from .recipe import load_recipe
-from .remote import RemoteActor, fetch_about
+from .relay import Joined
+from .remote import fetch_about
 from .runs import RunFolder, create_run
 
-__all__ = ["Joining", "prepare"]
+__all__ = ["Joining", "part_of", "prepare"]
 
 
 @dataclass(frozen=True)
 class Joining:
-    """What this machine will run, and how it reaches the rest."""
+    """What this machine will run: the Link first, which reaches the rest. node, number: its own in the run."""
 
     graph: Graph
     run: RunFolder
     recipe: ModuleType
     recipe_name: str
     node: str
-    remotes: dict[str, RemoteActor]
+    number: int
 
 
 def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
@@ -57,17 +58,32 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
         )
     recipe = load_recipe(name)
     try:
-        graph, reached = recipe.build(recipe.Config(**config)).part_for_joining(workers)
+        whole = recipe.build(recipe.Config(**config))
     except (TypeError, ValueError) as error:
         raise Unrecoverable(
             f"the run's settings don't fit the {name} installed here ({error}): install the version of rolecall "
             "that the run has",
             exit_code=2,
         ) from error
-    if not graph.ends_with:
+    if not any(role.elastic for role in whole):
         raise Unrecoverable(f"recipe {name} has no role that other machines may run", exit_code=2)
     # The store's keys are below the run's id, so this machine's folder takes the run's own.
     run = create_run(root, f"join-{name}", config, id=about["run"])
-    node = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-    remotes = {role.name: RemoteActor(role.name, url, token_file, role.actor) for role in reached}
-    return Joining(graph, run, recipe, name, node, remotes)
+    joined = join(url, token_file, socket.gethostname())
+    graph = part_of(whole, workers, joined, url, token_file)
+    return Joining(graph, run, recipe, name, joined.name, joined.number)
+
+
+def part_of(whole: Graph, workers: int, joined: Joined, url: str, token_file: Path) -> Graph:
+    """What a machine that has joined runs of a graph, until the run is over."""
+    graph = Graph(
+        whole.name, strategy=whole.strategy, max_restarts=whole.max_restarts, within_s=whole.within_s
+    )
+    link = graph.add(
+        "link", Link, url=url, token_file=token_file, name=joined.name, number=joined.number, lease_s=joined.lease_s,
+        roles={role.name: role.actor for role in whole}, private=whole.private_parts(),
+    )  # fmt: skip
+    graph.supervise(link)  # its deaths take nobody down
+    graph.until(link)
+    whole.add_part_for_joining(graph, workers)
+    return graph

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import Struct, msgpack
 
 from .baton import Strand
+from .child import STATES
 from .control import DeadLetter, Ending, FromActor, Hello, Member, Ready, Report, page_path
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError
 from .files import write_whole
@@ -24,7 +25,6 @@ from .page import Fate, Page
 from .peer import Answers, Pending
 from .process import Life, Spec
 from .ref import Call, bind_transport, only_one
-from .supervisor import STATES
 from .tree import Slot
 from .wire import Header, Kind, encode_body, encode_call
 
@@ -109,7 +109,7 @@ class Incarnation:
     def _body(self) -> None:
         role, exchange = self.place.role, self.exchange
         spec = Spec(
-            self.name, self.incarnation, exchange.pages, exchange.folder, "", exchange.run_id, "", {}, role.actor,
+            self.name, self.incarnation, exchange.pages, exchange.folder, "", exchange.run_id, "", role.actor,
             role.args, role.kwargs,
         )  # fmt: skip
         self.life = Life(spec, self)

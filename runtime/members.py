@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from .actor import Down
 from .control import Member, by_role
+from .page import RECEIVERS
 
 __all__ = ["Members"]
 
@@ -24,12 +25,15 @@ class Members:
         self.news = False  # since somebody last set it to False
         self.replicas: dict[str, list[str]] = {}
         self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
+        self._watched: set[str] = set()  # names that were asked for, of roles or replicas
         self._ended: dict[str, int] = {}  # of each watched name, the last incarnation whose end was told
 
     def hear(self, members: Iterable[Member]) -> None:
         """These have changed."""
         for member in members:
             before = self.by_name.get(member.name)
+            if before is None and member.role in self._watched:  # its machine has joined since
+                self._ended.setdefault(member.name, 0)
             self.by_name[member.name] = member
             if member.name in self._ended:
                 if before is not None and before.incarnation != member.incarnation:
@@ -39,8 +43,9 @@ class Members:
         self.news = True
 
     def place(self, name: str) -> int:
-        """Its place in the order of the graph, which is the supervisor's, too; -1: it is not in it."""
-        return list(self.by_name).index(name) if name in self.by_name else -1
+        """Its place in the order of the membership, which is the supervisor's, too; -1: it has none on a page."""
+        place = list(self.by_name).index(name) if name in self.by_name else -1
+        return place if place < RECEIVERS else -1
 
     def pick(self, role: str, unhandled: Callable[[str], int]) -> str:
         """A replica that is up, or if none is any: of these the one with the fewest messages that it has not handled,
@@ -57,7 +62,9 @@ class Members:
         return picked
 
     def watch(self, role: str) -> None:
-        """Give the end of each incarnation of its replicas to `downs`, at once if one is dead already."""
+        """Give the end of each incarnation of its replicas to `downs`, at once if one is dead already; also of those
+        that are yet to join."""
+        self._watched.add(role)
         names = [member.name for member in self.by_name.values() if role in (member.role, member.name)]
         for name in names or [role]:
             if name not in self._ended:

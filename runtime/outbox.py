@@ -105,6 +105,11 @@ class Outbox:
             elif member.state == "up":
                 if peer.incarnation != member.incarnation:
                     self._connect(peer, member)
+            elif member.state == "cut":
+                self._disconnect(peer)
+                peer.incarnation = (
+                    0  # when it is up again, whichever it is, all that is unhandled is sent again
+                )
             elif peer.incarnation:
                 self._lose(peer, member)
 
@@ -145,6 +150,7 @@ class Outbox:
     def _disconnect(self, peer: Peer) -> None:
         if peer.connection is None:
             return
+        peer.connection.take_no_more()
         while (data := peer.connection.receive()) is not None:  # what it said last still counts
             self._settle(peer, data)
         del self.callees[peer.connection.fileno()]

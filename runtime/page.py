@@ -5,6 +5,7 @@ knows for every message that is sent again whether it was done, was running, or 
 
     word 0-3   the message that is running: sender, seq, when it began (CLOCK_MONOTONIC, ns), which try it is
     word 4     until when what runs now may run (CLOCK_MONOTONIC, ns); 0: as long as it takes
+    word 5     1: this page stands in for one that is lost with its machine, and anything may have begun
     then       INTERRUPTED triples (sender, seq, tries) of messages that were running at a death
     then       SENDERS pairs (sender, highest seq done or set aside)
     then       ASIDE pairs (sender, seq) of messages set aside by NotYet: not done although below the highest
@@ -19,19 +20,33 @@ from __future__ import annotations
 
 import mmap
 import os
+from array import array
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
-__all__ = ["RECEIVERS", "Fate", "Page"]
+from msgspec import Meta, Struct
+
+__all__ = ["RECEIVERS", "SENDERS", "Fate", "Memory", "Page", "fits", "stand_in"]
 
 INTERRUPTED, SENDERS, ASIDE, RECEIVERS = 64, 512, 4096, 512
 _SENDER, _SEQ, _SINCE, _TRY = range(4)
-_UNTIL = 4
-_INTERRUPTED = 5
+_UNTIL, _LOST = 4, 5
+_INTERRUPTED = 6
 _SENDERS = _INTERRUPTED + 3 * INTERRUPTED
 _ASIDE = _SENDERS + 2 * SENDERS
 _RECEIVERS = _ASIDE + 2 * ASIDE
 _WORDS = _RECEIVERS + 2 * RECEIVERS
+
+
+class Memory(Struct, frozen=True, array_like=True):
+    """What a page remembers of one sender's messages, by seq (see `Page`)."""
+
+    sender: Annotated[int, Meta(ge=0, lt=2**62)]
+    highest: Annotated[int, Meta(ge=0, lt=2**62)]
+    aside: list[Annotated[int, Meta(gt=0, lt=2**62)]]
+    interrupted: list[Annotated[int, Meta(gt=0, lt=2**62)]]
 
 
 class Fate(Enum):
@@ -140,7 +155,9 @@ class Page:
         if slot is not None and seq <= self._words[slot + 1] and (sender, seq) not in self._aside:
             return Fate.DONE
         running = (self._words[_SENDER], self._words[_SEQ]) == (sender, seq)
-        return Fate.RUNNING if running or (sender, seq) in self._interrupted else Fate.NEW
+        if running or self._words[_LOST] or (sender, seq) in self._interrupted:
+            return Fate.RUNNING
+        return Fate.NEW
 
     def deaths(self, sender: int, seq: int) -> int:
         """How many incarnations died while this message was running."""
@@ -176,6 +193,30 @@ class Page:
         """Whose messages this page remembers."""
         return {*self._slots, *(sender for sender, _ in (*self._aside, *self._interrupted))}
 
+    def memories(self) -> list[Memory]:
+        """All it remembers, for whoever stands in for its actor on another machine."""
+        running = (self._words[_SENDER], self._words[_SEQ])
+        interrupted = {*self._interrupted, *([running] if running[1] else [])}
+        return [
+            Memory(
+                sender,
+                self._words[self._slots[sender] + 1] if sender in self._slots else 0,
+                [seq for other, seq in self._aside if other == sender],
+                [seq for other, seq in interrupted if other == sender],
+            )
+            for sender in {*self.senders, *(sender for sender, _ in interrupted)}
+        ]
+
+    def _learn(self, memory: Memory) -> None:
+        for seq in memory.aside:
+            self.set_aside(memory.sender, seq)
+        for seq in memory.interrupted:
+            at = self._interrupted[memory.sender, seq] = self._place_for_interrupted()
+            self._words[at : at + 3] = memoryview(array("Q", (memory.sender, seq, 1)))
+        if memory.highest:
+            slot = self._slots.get(memory.sender) or self._new_slot(memory.sender)
+            self._words[slot + 1] = memory.highest
+
     def forget(self, sender: int) -> None:
         """That incarnation is dead and will send nothing again."""
         for entries in (self._aside, self._interrupted):
@@ -198,3 +239,20 @@ class Page:
         self._words[slot] = sender
         self._slots[sender] = slot
         return slot
+
+
+def fits(memories: Sequence[Memory]) -> bool:
+    """Whether a page has room for them: one that was kept by a page has."""
+    aside = sum(len(memory.aside) for memory in memories)
+    return aside <= ASIDE and sum(len(memory.interrupted) for memory in memories) <= INTERRUPTED
+
+
+def stand_in(path: Path, memories: Sequence[Memory], *, lost: bool = False) -> None:
+    """Put a page at `path` that says the same as one on another machine, or as one that was lost with it."""
+    aside = path.with_name(f"{path.name}.new")
+    aside.unlink(missing_ok=True)
+    page = Page(aside)
+    page._words[_LOST] = int(lost)
+    for memory in memories:
+        page._learn(memory)
+    aside.replace(path)

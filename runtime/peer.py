@@ -12,7 +12,7 @@ from msgspec import Struct
 from .sockets import MAX_DATAGRAM, Connection, Parcel
 from .wire import Kind, decode_body, pack_done
 
-__all__ = ["Answers", "Distant", "Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
+__all__ = ["Answers", "Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
@@ -64,7 +64,7 @@ class Pending:
             self.answers.append(self)
 
 
-class Answers(deque["Pending | Distant"]):
+class Answers(deque["Pending"]):
     """What came for an actor that had gone on after `ask_soon`: its step need wait no longer."""
 
     def take(self) -> bool:
@@ -73,34 +73,6 @@ class Answers(deque["Pending | Distant"]):
         while self:
             news |= not self.popleft().wanted
         return news
-
-
-@dataclass(eq=False)
-class Distant:
-    """An ask that another thread makes of an actor on another machine. `wait` waits until it is done."""
-
-    answers: Answers
-    wait: Callable[[Distant], None]
-    done: bool = False
-    wanted: bool = False
-    _value: Any = None
-    _error: Exception | None = None
-
-    def settle(self, ask: Callable[[], Any]) -> None:
-        """Called once, in the thread that asks."""
-        try:
-            self._value = ask()
-        except Exception as error:  # noqa: BLE001  raised where the result is wanted
-            self._error = error
-        self.done = True
-        self.answers.append(self)
-
-    def result(self) -> Any:
-        self.wanted = True
-        self.wait(self)
-        if self._error is not None:
-            raise self._error
-        return self._value
 
 
 @dataclass(frozen=True)

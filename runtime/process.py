@@ -29,7 +29,6 @@ from .page import Fate, Page
 from .peer import Answers
 from .recipe import load_recipe
 from .ref import bind_transport
-from .remote import RemoteActor
 from .sockets import allow_descriptors
 from .wire import Kind, decode_body, encode_body
 
@@ -53,7 +52,6 @@ class Spec:
     node: str
     run: str
     recipe: str
-    remotes: dict[str, RemoteActor]
     actor: type[Actor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -88,7 +86,7 @@ def run_actor(spec_path: Path) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     spec = Spec.read(spec_path)
     ending = Ending("stopped")
-    endpoint = Endpoint(spec.name, spec.incarnation, spec.sockets, spec.remotes)
+    endpoint = Endpoint(spec.name, spec.incarnation, spec.sockets)
     bind_transport(endpoint)
     try:
         ending = Life(spec, endpoint).live()
@@ -149,7 +147,7 @@ class Life:
         self._limits_s = _limits_s(spec.actor)
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
-            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report
+            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report, spec.sockets
         )
 
     def live(self) -> Ending:

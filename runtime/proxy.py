@@ -3,6 +3,7 @@
 Each role may list messages in `http`, for example Buffer's {"POST /v1/groups": "put"}. The proxy checks the
 token, checks the JSON body against the handler's own types, asks the actor, and answers with JSON. Unbounded
 waits are cut: an actor that says NotYet for WAIT_S becomes 429 with Retry-After, and the client asks again.
+Machines that run actors of their own are reached through bridges, whose frames POST /v1/relay carries (see relay.py).
 When the run ends every request is answered with 410, for a while, so that whoever still works hears of it.
 """
 
@@ -15,7 +16,7 @@ import inspect
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -23,16 +24,18 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import msgspec
 
 from .actor import Actor
-from .errors import ActorDied, ActorStopped, AskTimeout, Unrecoverable
-from .graph import Graph, Role
+from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
+from .graph import Graph
 from .ref import Ref
-from .remote import TOKEN_HEADER, read_token
+from .relay import LEASE_S, Fenced, Relay, Stale
+from .remote import SESSION_HEADER, TOKEN_HEADER, read_token
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.routing import Route
 
 __all__ = ["Proxy", "add_proxy", "build_app"]
 
@@ -46,10 +49,19 @@ IDLE_S = 75  # between two requests: a worker that samples stays connected, to b
 FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are still connected
 
 
-def add_proxy(graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any]) -> Ref[Proxy]:
-    """Add a proxy to a graph; it serves what the graph's roles list in `http`, and GET /v1/run = `about`."""
-    roles = [role for role in graph if role.actor.http]
-    return graph.add("proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, about=about)
+def add_proxy(
+    graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any], lease_s: float = LEASE_S
+) -> Ref[Proxy]:
+    """Add a proxy to a graph: it serves what the graph's roles list in `http`, GET /v1/run = `about`, and machines that
+    join, which are dead for the run when they were not heard of for `lease_s`."""
+    roles = {role.name: role.actor for role in graph}
+    elastic = [role.name for role in graph if role.elastic]
+    proxy = graph.add(
+        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, elastic=elastic, about=about,
+        lease_s=lease_s,
+    )  # fmt: skip
+    graph.supervise(proxy)  # its deaths take nobody down
+    return proxy
 
 
 class Proxy(Actor):
@@ -59,17 +71,21 @@ class Proxy(Actor):
     stop_timeout_s = FAREWELL_S + 5.0
 
     def __init__(
-        self, *, host: str, port: int, token_file: Path, roles: list[Role], about: dict[str, Any]
-    ) -> None:
+        self, *, host: str, port: int, token_file: Path, roles: dict[str, type[Actor]], elastic: list[str],
+        about: dict[str, Any], lease_s: float,
+    ) -> None:  # fmt: skip
         self.host, self.port, self.token_file = host, port, token_file
-        self.roles = [(role.name, role.actor) for role in roles]
-        self.about = about
+        self.roles, self.elastic, self.about, self.lease_s = roles, elastic, about, lease_s
 
     def on_start(self) -> None:
         import uvicorn
 
         self._ended = threading.Event()
-        app = build_app(self.roles, self.about, read_token(self.token_file), self._ended)
+        context, file = self.context, self.state_folder / "machines"
+        self._relay = Relay(
+            self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
+        )
+        app = build_app(self.roles, self.about, read_token(self.token_file), self._ended, self._relay)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
@@ -84,10 +100,12 @@ class Proxy(Actor):
     def step(self) -> float | None:
         if not self._thread.is_alive():
             raise RuntimeError("the HTTP server has ended: its output is above")
-        return 1.0
+        self._relay.look()
+        return min(1.0, self.lease_s / 10)
 
     def on_stop(self) -> None:
         self._ended.set()
+        self._relay.close()
         until = time.monotonic() + FAREWELL_S
         while self._server.server_state.connections and time.monotonic() < until:
             time.sleep(0.05)
@@ -108,6 +126,9 @@ class Proxy(Actor):
                 f"the proxy can't listen on {self.host}:{port} ({error.strerror}): choose another with --proxy",
                 exit_code=2,
             ) from error
+        # Accepted connections inherit it; asyncio sets it only on sockets that were made with TCP's number. Without it
+        # each answer waits for a delayed ack, 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         remembered.write_text(str(listener.getsockname()[1]))
         return listener
 
@@ -129,9 +150,10 @@ def _impatient_protocol() -> type[asyncio.Protocol]:
 
 
 def build_app(
-    roles: list[tuple[str, type[Actor]]], about: dict[str, Any], token: str, ended: threading.Event
-) -> Starlette:
-    """The ASGI app. `roles` are (name in the graph, class) with `http` messages; `ended`: the run has."""
+    roles: Mapping[str, type[Actor]], about: dict[str, Any], token: str, ended: threading.Event,
+    relay: Relay | None = None,
+) -> Starlette:  # fmt: skip
+    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `relay`: of machines that join."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
@@ -146,7 +168,8 @@ def build_app(
         return refuse(request) or JSONResponse(about)
 
     routes = [Route("/healthz", healthz), Route("/v1/run", run)]
-    for name, actor in roles:
+    routes += [] if relay is None else _relay_routes(relay, refuse)
+    for name, actor in roles.items():
         for route, method in actor.http.items():
             verb, path = route.split()
             routes.append(Route(path, _endpoint(name, actor, method, refuse), methods=[verb]))
@@ -184,7 +207,6 @@ def _endpoint(
     name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None]
 ) -> Callable[..., Any]:
     from starlette.concurrency import run_in_threadpool
-    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
 
     handler = getattr(actor, method)
@@ -196,15 +218,9 @@ def _endpoint(
         refused = refuse(request)
         if refused is not None:
             return refused
-        try:
-            async with asyncio.timeout(BODY_S):
-                body = await _read(request)
-        except ClientDisconnect:
-            return Response(status_code=400)  # which nobody reads
-        except TimeoutError:
-            return JSONResponse({"error": f"no whole body within {BODY_S:.0f} s"}, status_code=408)
-        if body is None:
-            return JSONResponse({"error": f"more than {MAX_BODY_BYTES} bytes"}, status_code=413)
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
         try:
             arguments = decoder.decode(body) if body else msgspec.convert(
                 dict(request.query_params), arguments_type, strict=False
@@ -224,6 +240,73 @@ def _endpoint(
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return endpoint
+
+
+def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) -> list[Route]:
+    """Joining, opening a session, exchanging frames, and leaving."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    def route(path: str, answer: Callable[[Request, bytes, int, str], bytes]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            refused = refuse(request)
+            if refused is not None:
+                return refused
+            number, _, session = request.headers.get(SESSION_HEADER, "0").partition(".")
+            if not (number.isascii() and number.isdigit() and len(number) < 8):
+                return JSONResponse({"error": f"{SESSION_HEADER} is no session"}, status_code=422)
+            try:
+                if session:
+                    relay.renew(int(number), session)  # refused before its body is read
+                body = await _body(request)
+                if isinstance(body, Response):
+                    return body
+                return Response(await run_in_threadpool(answer, request, body, int(number), session))
+            except Fenced as error:
+                return JSONResponse({"error": str(error), "fenced": True}, status_code=410)
+            except Stale as error:
+                return JSONResponse({"error": str(error)}, status_code=409)
+            except RolecallError as error:
+                return JSONResponse({"error": str(error)}, status_code=503)
+            except ValueError as error:  # of which msgspec's are, too
+                return JSONResponse({"error": str(error)}, status_code=422)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    def exchange(request: Request, body: bytes, number: int, session: str) -> bytes:
+        wait = request.query_params.get("wait")
+        return relay.exchange(number, session, body, None if wait is None else float(wait))
+
+    def join(request: Request, body: bytes, number: int, session: str) -> bytes:
+        return msgspec.json.encode(relay.join(body.decode()))
+
+    def open(request: Request, body: bytes, number: int, session: str) -> bytes:
+        return msgspec.json.encode(relay.open(number))
+
+    def leave(request: Request, body: bytes, number: int, session: str) -> bytes:
+        relay.leave(number)
+        return b""
+
+    answers = {"": exchange, "/join": join, "/open": open, "/leave": leave}
+    return [route(f"/v1/relay{path}", answer) for path, answer in answers.items()]
+
+
+async def _body(request: Request) -> bytes | Response:
+    """The body, or why there is none."""
+    from starlette.requests import ClientDisconnect
+    from starlette.responses import JSONResponse, Response
+
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await _read(request)
+    except ClientDisconnect:
+        return Response(status_code=400)  # which nobody reads
+    except TimeoutError:
+        return JSONResponse({"error": f"no whole body within {BODY_S:.0f} s"}, status_code=408)
+    if body is None:
+        return JSONResponse({"error": f"more than {MAX_BODY_BYTES} bytes"}, status_code=413)
+    return body
 
 
 async def _read(request: Request) -> bytes | None:

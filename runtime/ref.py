@@ -113,8 +113,6 @@ class Ref(Generic[A]):
     def watch(self) -> None:
         """Call this actor's `on_down` at the end of each incarnation of that one, or of each of its replicas: once
         for each, at once if it is dead already. A restarted actor watches anew.
-
-        Raises RolecallError for an actor on another machine.
         """
         _transport().watch(self.name)
 

@@ -123,12 +123,17 @@ class RunFolder:
 
 def named(name: str, actors: Sequence[str]) -> list[str]:
     """Those of `actors` that `name` means: one of them, or all replicas of a role."""
-    return [actor for actor in actors if name in (actor, actor.partition("-")[0])]
+    return [actor for actor in actors if name in (actor, _role(actor))]
+
+
+def _role(actor: str) -> str:
+    """As in rollout-1, or gpu-3/rollout-1 on another machine."""
+    return actor.rpartition("/")[2].partition("-")[0]
 
 
 def nobody(what: str, name: str, actors: Sequence[str]) -> Unrecoverable:
     """`what`, and whom `name` could have meant instead."""
-    known = list(dict.fromkeys(word for actor in actors for word in (actor.partition("-")[0], actor)))
+    known = list(dict.fromkeys(word for actor in actors for word in (_role(actor), actor)))
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return Unrecoverable(f"{what}{hint} There are: {', '.join(known) or 'none'}", exit_code=2)

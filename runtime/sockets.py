@@ -8,6 +8,7 @@ that memory, as its own copy-on-write.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import mmap
 import os
@@ -55,15 +56,17 @@ class Connection:
     """One end of a connection. Sends and receives without waiting; `backlog` is what the kernel had no room for.
 
     Registered with `poller` for input, and for output while there is a backlog. `ended`: the other end is gone,
-    and everything it had said has been received; what is sent now is lost.
+    and everything it had said has been received; what is sent now is lost. `refused`: something that was sent is
+    lost, because the other end is gone. `opened_ns`: when this one began (CLOCK_MONOTONIC).
     """
 
     def __init__(self, connected: socket.socket, poller: select.epoll) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         self._socket, self._poller = connected, poller
+        self.opened_ns = time.monotonic_ns()
         self.backlog: deque[bytes | Parcel] = deque()
-        self.ended = False
+        self.ended = self.refused = False
         poller.register(connected, select.EPOLLIN)
 
     def fileno(self) -> int:
@@ -102,6 +105,7 @@ class Connection:
                 return False
             if error.errno not in _ENDED:
                 raise
+            self.refused = True
         return True
 
     def receive(self) -> bytes | memoryview | None:
@@ -130,6 +134,11 @@ class Connection:
             # The other end closed without having read all that was sent to it. The kernel says so once, before
             # what the other end itself had said, and that is still to be received.
             return self._socket.recvmsg(MAX_DATAGRAM, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+
+    def take_no_more(self) -> None:
+        """What the other end has sent can be received, and what it sends now it knows to be lost."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:

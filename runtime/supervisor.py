@@ -21,8 +21,12 @@ from msgspec import json, msgpack
 
 from .child import Child, describe_exit, tail
 from .control import (
+    NODE_BITS,
+    Bridge,
     DeadLetter,
+    FarMembers,
     FromActor,
+    FromBridge,
     FromCommand,
     Hello,
     ListActors,
@@ -37,6 +41,7 @@ from .control import (
     StopRun,
 )
 from .errors import Unrecoverable
+from .far import Abroad, observe
 from .files import first_incarnation
 from .forkserver import ForkServer, become_subreaper, check_interpreter
 from .graph import Graph, Role
@@ -44,7 +49,6 @@ from .hang import HangWatch
 from .leftovers import Leftovers, kill_marked
 from .page import RECEIVERS
 from .process import Spec
-from .remote import RemoteActor
 from .sockets import Connection, allow_descriptors
 from .status import run_status
 from .switchboard import Switchboard
@@ -52,20 +56,10 @@ from .tree import Tree, Verdict
 
 __all__ = ["Observer", "Outcome", "Supervisor"]
 
-# What others are told of each state of a child (see Child and Member).
-STATES = {
-    "waiting": "down",
-    "spawning": "starting",
-    "starting": "starting",
-    "up": "up",
-    "stopping": "up",
-    "done": "gone",
-    "gone": "gone",
-}
 LEFTOVERS_TIMEOUT_S = 2.0
 
 
-_from_anybody = msgpack.Decoder(FromActor | FromCommand)
+_from_anybody = msgpack.Decoder(FromActor | FromCommand | FromBridge)
 
 
 class Observer(Protocol):
@@ -91,7 +85,7 @@ class Supervisor:
     """Runs a graph: `outcome = Supervisor(graph, ...).run()`.
 
     run, folder: the run's id and its folder. recipe: what `load_recipe` takes, so that children can.
-    node: this machine's name in the run. remotes: actors on another machine, by name.
+    node, number: this machine's name and number in the run (see `NODE_BITS`).
     clock, rng: for back-off and restart intensity. frozen_s: how long a process may be stopped by SIGSTOP.
     """
 
@@ -101,7 +95,7 @@ class Supervisor:
     recipe: str
     observer: Observer
     node: str = ""
-    remotes: dict[str, RemoteActor] = field(default_factory=dict)
+    number: int = 0
     clock: Callable[[], float] = time.monotonic
     rng: random.Random = field(default_factory=random.Random)
     frozen_s: float = 5.0
@@ -126,7 +120,8 @@ class Supervisor:
         ]
         self._by_name = {child.name: child for child in self.children}
         self._tree = Tree(self.graph, self.children, self.rng)
-        self._incarnation = first_incarnation(self.folder)
+        self._incarnation = (self.number << NODE_BITS) + first_incarnation(self.folder)
+        self._abroad = Abroad()
         self._forks: ForkServer | None = None
         self._forks_not_before = 0.0
         self._leftovers = Leftovers()
@@ -215,7 +210,7 @@ class Supervisor:
         role = child.role
         spec = Spec(
             child.name, child.incarnation, self.sockets, self.folder, self.node, self.run_id, self.recipe,
-            self.remotes, role.actor, role.args, role.kwargs,
+            role.actor, role.args, role.kwargs,
         )  # fmt: skip
         forks.send(
             {
@@ -268,7 +263,7 @@ class Supervisor:
         for caller, frame in self._switchboard.heard():
             self._hear(caller, _from_anybody.decode(frame))
 
-    def _hear(self, caller: Connection, message: FromActor | FromCommand) -> None:
+    def _hear(self, caller: Connection, message: FromActor | FromCommand | FromBridge) -> None:
         match message:
             case ListActors():
                 caller.send(json.encode(self.status()))
@@ -278,20 +273,27 @@ class Supervisor:
                 caller.send(json.encode(self.restart(name)))
             case Hello(name=name, incarnation=incarnation):
                 self._switchboard.introduce(caller, name, incarnation)
-                caller.send(msgpack.encode(Membership([_member(child) for child in self.children])))
+                caller.send(msgpack.encode(self._everybody()))
+            case Bridge():
+                self._switchboard.introduce(caller, *self._abroad.add(message))
+                caller.send(msgpack.encode(self._everybody()))
+            case FarMembers(members=members):
+                self._abroad.hear(self._switchboard.actor(caller)[0], members)
+                observe(self.observer, members)
+                self._tell(members)
             case _:
                 self._hear_actor(*self._switchboard.actor(caller), message)
 
     def _hear_actor(self, name: str, incarnation: int, message: Ready | Report | DeadLetter) -> None:
-        child = self._by_name[name]
         match message:
             case Ready():
+                child = self._by_name[name]
                 # Otherwise it has died or is being stopped by now.
                 if child.incarnation == incarnation and child.state in ("spawning", "starting"):
                     child.state = "up"
                     self._announce(child)
             case Report(values=values):
-                self.observer.on_report(child.name, values)
+                self.observer.on_report(name, values)
             case DeadLetter(receiver=receiver, method=method, reason=reason):
                 self._dead_letters += 1
                 with (self.folder / "dead_letters.jsonl").open("ab") as file:
@@ -334,7 +336,8 @@ class Supervisor:
     def _reap(self, child: Child) -> None:
         self._leftovers.add(child.pid)  # before its number is free to be another's
         ending = child.reap()
-        self._switchboard.forget(child.name, child.incarnation)
+        for who in ((child.name, child.incarnation), *self._abroad.bridges.get(child.name, ())):
+            self._switchboard.forget(*who)
         self._hear_all()  # what a process said before it died comes before its death
         self._hangs.forget(child.pid)
         if self._forks is not None:
@@ -345,6 +348,7 @@ class Supervisor:
         else:
             finished = ending.kind == "finished"
             self._heed(self._tree.ended(child, ending.reason, self.clock(), finished=finished), child.name)
+        self._tell(self._abroad.lose(child.name, ended=child.state in ("done", "gone")))
         self._announce(child)
 
     def _heed(self, verdict: Verdict, name: str) -> None:
@@ -364,10 +368,20 @@ class Supervisor:
     def _tell_changes(self) -> None:
         """Everybody who is there hears what has changed since the last time."""
         if self._changed:
-            frame = msgpack.encode(Membership([_member(child) for child in self._changed.values()]))
+            members = [child.member for child in self._changed.values()]
             self._changed.clear()
-            for child in self.children:
-                self._switchboard.send(child.name, child.incarnation, frame)
+            self._tell(members)
+
+    def _tell(self, members: list[Member]) -> None:
+        """At once and each time: of a member of another machine that was cut off and is back, both must be heard."""
+        frame = msgpack.encode(Membership(members))
+        bridges = [name for names in self._abroad.bridges.values() for name in names]
+        for name in (*((child.name, child.incarnation) for child in self.children), *bridges):
+            if members:
+                self._switchboard.send(*name, frame)
+
+    def _everybody(self) -> Membership:
+        return Membership([*(child.member for child in self.children), *self._abroad.members.values()])
 
     def restart(self, name: str) -> Restarting:
         """Stop a role or one of its replicas in order and start it again at once; no death is counted."""
@@ -375,7 +389,7 @@ class Supervisor:
 
     def status(self) -> RunStatus:
         """Everybody, for `rolecall ps`."""
-        return run_status(self.children, self._dead_letters)
+        return run_status(self.children, list(self._abroad.members.values()), self._dead_letters)
 
 
 def _why_fresh(role: Role) -> str:
@@ -383,7 +397,3 @@ def _why_fresh(role: Role) -> str:
     if role.python:
         return f"it is placed in {role.python}"
     return "" if role.actor.fork_safe else f"{role.actor.__name__}.fork_safe is False"
-
-
-def _member(child: Child) -> Member:
-    return Member(child.name, child.role.name, child.incarnation, STATES[child.state], child.reason)

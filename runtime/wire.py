@@ -36,6 +36,7 @@ __all__ = [
     "encode_body",
     "encode_call",
     "pack_done",
+    "pack_heard",
     "pack_label",
     "pack_message",
     "pack_reply",
@@ -51,6 +52,7 @@ class Kind(IntEnum):
     ANSWER = 2
     ERROR = 3
     DONE = 4  # a tell was handled: its sender may forget it
+    HEARD = 5  # answers have arrived, on another machine: who gave them may forget them
 
 
 class Header(Struct, frozen=True, gc=False):
@@ -120,8 +122,14 @@ def pack_done(seqs: Sequence[int]) -> bytes:
     return _REPLY.pack(Kind.DONE, 0, len(body), 0) + body
 
 
+def pack_heard(sender: int, seqs: Sequence[int]) -> bytes | Parcel:
+    """One record for the answers to all these asks of that sender."""
+    body = struct.pack(f"={len(seqs)}Q", *seqs)
+    return pack_message(Kind.HEARD, 0, sender, 0.0, pack_label((), ""), body)
+
+
 def seqs_done(body: bytes | memoryview) -> Sequence[int]:
-    """Which tells a record of kind DONE is about."""
+    """Which messages a record of kind DONE or HEARD is about."""
     return struct.unpack(f"={len(body) // 8}Q", body)
 
 

@@ -167,7 +167,7 @@ def live(folder: Path, support: Support) -> bool:
     header = Header(Kind.TELL, 1, 1, 0.0, (), "die")
     support.mailbox.put(Incoming(header, *encode_body(((), {}))))
     try:
-        Life(Spec("victim", 2, folder, folder, "", "run", "", {}, Victim, (), {}), support).live()
+        Life(Spec("victim", 2, folder, folder, "", "run", "", Victim, (), {}), support).live()
     except Killed:
         return False
     return True

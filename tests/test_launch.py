@@ -22,9 +22,9 @@ from rolecall.runtime.cli import main
 from rolecall.runtime.launch.credentials import store_and_keys
 from rolecall.runtime.launch.hub import HubJobs, JobSpec
 from rolecall.runtime.launch.prices import cost_usd, usd_per_hour
+from rolecall.runtime.link import join
 from rolecall.runtime.recipe import load_recipe
-from rolecall.runtime.ref import Call
-from rolecall.runtime.remote import TOKEN_HEADER, RemoteActor, fetch_about
+from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 
 from .commands import Command
 from .hub import USER, Hub
@@ -236,7 +236,9 @@ def test_what_a_gateway_asks_for_goes_beside_the_runs_token(tmp_path: Path, monk
             heard.append((self.headers[TOKEN_HEADER], self.headers["Authorization"]))
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'{"id": 7, "scores": []}')
+            self.wfile.write(b'{"name": "here-1", "number": 1, "lease_s": 30.0}')
+
+        do_POST = do_GET
 
     token = tmp_path / "token"
     token.write_text("the-token")
@@ -247,8 +249,7 @@ def test_what_a_gateway_asks_for_goes_beside_the_runs_token(tmp_path: Path, monk
         for number, bearer in enumerate(("", "hf_reader")):
             monkeypatch.setenv("ROLECALL_BEARER", bearer)
             fetch_about(f"{url}/{number}", token)
-            desk = RemoteActor("desk", f"{url}/{number}", token, Desk)
-            desk.ask(Call("take", (7,), {}), float("inf"), lambda: None)
+            join(f"{url}/{number}", token, "here")
         server.shutdown()
         thread.join()
     assert heard == [("the-token", None)] * 2 + [("the-token", "Bearer hf_reader")] * 2

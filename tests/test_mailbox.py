@@ -139,7 +139,7 @@ class Support:
 
 def test_asks_that_timed_out_do_not_fill_the_page(tmp_path: Path):
     support = Support(tmp_path)
-    spec = Spec("full", 2, tmp_path, tmp_path, "", "r", "", {}, Full, (), {})
+    spec = Spec("full", 2, tmp_path, tmp_path, "", "r", "", Full, (), {})
     assert Life(spec, support).live().kind == "stopped"
     assert support.most <= 700
 

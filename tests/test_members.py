@@ -36,6 +36,22 @@ def test_one_that_never_lived_is_not_dead():
     assert told(members) == [Down("worker", 1, "", final=True)]
 
 
+def test_who_watches_a_role_also_watches_those_that_join_later():
+    members = Members()
+    members.watch("worker")
+    members.hear(
+        [Member("gpu/worker-0", "worker", 3, "up", node="gpu"), Member("gpu/a", "a", 4, "up", node="gpu")]
+    )
+    members.hear([Member("gpu/worker-0", "worker", 3, "cut", node="gpu")])
+    assert told(members) == []
+    lost = [
+        Member(f"gpu/{name}", name[:6], number, "gone", "lost", "gpu")
+        for name, number in (("worker-0", 3), ("a", 4))
+    ]
+    members.hear(lost)
+    assert told(members) == [Down("gpu/worker-0", 3, "lost", final=True)]
+
+
 def test_a_death_that_was_overtaken_by_the_next_start_is_told():
     members = Members()
     members.hear([Member("worker", "worker", 1, "up")])

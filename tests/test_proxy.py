@@ -21,9 +21,10 @@ from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Call, bind_transport
-from rolecall.runtime.remote import TOKEN_HEADER, RemoteActor, _clients, fetch_about
+from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 
 from .processes import GRAPHS, Run
+from .rest import Rest
 
 door = load_recipe(str(GRAPHS / "door.py"))
 Desk, Item = door.Desk, door.Item
@@ -73,7 +74,7 @@ class Client:
 
     def __init__(self, role: tuple[str, type[Actor]] = ("desk", Desk)) -> None:
         self.ended = threading.Event()
-        self.app = build_app([role], {"run": "r1"}, TOKEN, self.ended)
+        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended)
         self.headers = httpx.Headers({TOKEN_HEADER: TOKEN})
 
     def request(
@@ -325,70 +326,6 @@ def test_a_run_that_has_ended_says_so(actor: Answering, client: Client):
     assert client.request("GET", "/v1/run", headers={TOKEN_HEADER: "another"}).status_code == 401
 
 
-class Line:
-    """A RemoteActor whose requests get these responses, the last one for ever, on a clock of its own."""
-
-    def __init__(self, folder: Path, *responses: httpx.Response | Exception) -> None:
-        self.time, self.requests, self.responses = 0.0, 0, list(responses)
-        self.url = f"http://line-{folder.name}"
-        _clients[self.url] = httpx.Client(transport=httpx.MockTransport(self.respond))
-        self.desk = RemoteActor("desk", self.url, folder, Desk, clock=lambda: self.time, sleep=self.sleep)
-
-    def respond(self, request: httpx.Request) -> httpx.Response:
-        self.requests += 1
-        response = self.responses.pop(0) if len(self.responses) > 1 else self.responses[0]
-        if isinstance(response, Exception):
-            raise response
-        return response
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
-
-    def ask(self, deadline: float = 1e9) -> Any:
-        def between() -> None:
-            self.time += 0.001
-
-        return self.desk.ask(Call.of(Desk.put, (Item(id=1, scores=[]),), {}), deadline, between)
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        httpx.Response(502),
-        httpx.Response(503, headers={"Retry-After": "0"}),
-        httpx.Response(504, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
-        httpx.Response(429),  # not the proxy's own
-        httpx.Response(429, headers={"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}),
-        httpx.ConnectError("refused"),
-    ],
-)
-def test_a_gateway_without_its_run_is_asked_ever_less_and_given_up(tmp_path: Path, failure: Any):
-    line = Line(tmp_path, failure)
-    with pytest.raises(Unrecoverable, match="was there and has not been for 120 s"):
-        line.ask()
-    assert 120.0 < line.time < 130.0
-    assert line.requests < 40
-
-
-def test_a_gateway_without_its_run_for_a_while(tmp_path: Path):
-    away = [httpx.Response(502), httpx.ConnectError("refused"), httpx.Response(503, text="desk died")]
-    line = Line(tmp_path, *away, httpx.Response(200, json=3))
-    assert line.ask() == 3
-    assert 0.7 < line.time < 0.8
-
-
-def test_what_waits_asks_again_until_its_deadline(tmp_path: Path):
-    line = Line(tmp_path, httpx.Response(429, headers={"Retry-After": "2"}))
-    with pytest.raises(AskTimeout):
-        line.ask(deadline=600.0)
-    assert 299 <= line.requests <= 301
-
-
-def test_whoever_asks_a_run_that_has_ended_has_finished(tmp_path: Path):
-    with pytest.raises(Finished):
-        Line(tmp_path, httpx.Response(410)).ask()
-
-
 # --- over real processes -------------------------------------------------------------------------------------
 
 
@@ -402,6 +339,7 @@ class Visit:
         self.token_file.write_text(TOKEN + "\n")
         self.visit = visit
         self.url = ""
+        self.rest: Rest | None = None
         self.result: Any = None
         self.thread: threading.Thread | None = None
         self.restarted = threading.Event()
@@ -433,14 +371,13 @@ class Visit:
             self.result = error
         finally:
             self.run.supervisor.stop()
-            if self.hangs_up and self.url in _clients:
-                _clients.pop(self.url).close()  # or the run waits for it, to tell it of its end
-
-    def desk(self) -> RemoteActor:
-        return RemoteActor("desk", self.url, self.token_file, Desk)
+            if self.hangs_up and self.rest is not None:
+                self.rest.client.close()  # or the run waits for it, to tell it of its end
 
     def ask(self, message: Any, *args: Any, between: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
-        return self.desk().ask(Call.of(message, args, kwargs), time.monotonic() + 60.0, between)
+        if self.rest is None:
+            self.rest = Rest(self.url, self.token_file, Desk)
+        return self.rest.ask(message, *args, between=between, **kwargs)
 
 
 @pytest.mark.slow
@@ -464,7 +401,6 @@ def test_what_is_refused_comes_back_as_an_error_that_says_why(tmp_path: Path):
         wrong.write_text("another")
         tries = {
             "token": lambda: fetch_about(here.url, wrong),
-            "message": lambda: here.ask(Desk.secret),
             "type": lambda: here.ask(Desk.put, "no item"),
             "handler": lambda: here.ask(Desk.fail),
         }
@@ -479,7 +415,6 @@ def test_what_is_refused_comes_back_as_an_error_that_says_why(tmp_path: Path):
     errors = Visit(tmp_path, visit).go()
     assert isinstance(errors["token"], Unrecoverable)
     assert "refused the token" in str(errors["token"])
-    assert "Desk.secret can't be asked from another machine" in str(errors["message"])
     assert "422" in str(errors["type"])
     assert "$.item" in str(errors["type"])
     assert "the desk is broken" in str(errors["handler"])

@@ -287,3 +287,10 @@ def test_a_supervisor_that_is_frozen_or_killed_is_named(live: RunFolder, tmp_pat
     code, out, err = asking.finish()
     assert code in (1, 2) and out == ""  # 2: it died before the question had left
     assert err.count("\n") == 1 and re.search("has ended|before it could answer|has no log of 'lost'", err)
+
+
+def test_actors_of_other_machines_are_named_by_their_roles_too():
+    actors = ["prompts", "rollout-0", "gpu-7-1/rollout-0", "gpu-7-1/rollout-1"]
+    assert named("rollout", actors) == actors[1:]
+    assert named("gpu-7-1/rollout-0", actors) == ["gpu-7-1/rollout-0"]
+    assert named("gpu", actors) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rolecall.runtime.child import Child
-from rolecall.runtime.control import ActorStatus
+from rolecall.runtime.control import NODE_BITS, ActorStatus, Member
 from rolecall.runtime.status import run_status
 
 from .processes import Run
@@ -48,10 +48,13 @@ def test_status_sums_what_waits_over_all_who_sent_it(tmp_path: Path):
     children[1].page.note_sent(1, 4, now - 5 * 10**9)
     children[2].page.note_sent(1, 100, 1)  # before it died
     children[1].page.begin(7, 1, now - 10**9)
-    status = run_status(children, 6)
+    children[0].page.note_sent(3, 2, now - 10**9)
+    far = Member("gpu-1/d", "d", 1 << NODE_BITS, "cut", node="gpu-1")
+    status = run_status(children, [far], 6)
     for child in children[:2]:
         os.close(child.pidfd)
-    a, b, c = status.actors
+    a, b, c, d = status.actors
+    assert (d.name, d.state, d.waiting, d.pid, d.handling_s) == ("gpu-1/d", "cut", 2, 0, None)
     assert (a.waiting, b.waiting, c.waiting, status.dead_letters) == (0, 7, 0, 6)
     assert (a.oldest_s, c.oldest_s) == (None, None)
     assert b.oldest_s is not None and 5.0 <= b.oldest_s < 60.0

@@ -1,0 +1,211 @@
+"""The run's half of the link: which machines have joined, whether they are alive, and the requests that carry frames.
+
+A machine joins and gets a number that nobody else ever gets in this run; its Link opens a session and from then on
+brings frames and takes others with POST /v1/relay, one of which always waits here for what is to be taken. Any
+request renews the machine's lease; without one for `lease_s` it is dead for the run, and whatever it says later is
+refused with 410.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import Struct, json, msgpack
+
+from .actor import Actor
+from .bridge import Bridge
+from .codec import Codec
+from .directory import Machine
+from .errors import RolecallError
+from .files import write_whole
+from .line import Batch, Gap, Line
+
+__all__ = ["LEASE_S", "Fenced", "Joined", "Opened", "Relay", "Stale"]
+
+LEASE_S = 30.0
+MAX_NUMBER = 1 << 20
+MAX_MACHINES = 128  # at a time: a request of each waits in one of the proxy's 256 threads
+
+
+class Joined(Struct, frozen=True):
+    """The answer to a machine that joins: its name and number in the run, and how often it must be heard of."""
+
+    name: str
+    number: int
+    lease_s: float
+
+
+class Opened(Struct, frozen=True):
+    """The answer to a Link that begins: what its requests must name."""
+
+    session: str
+
+
+class Fenced(RolecallError):
+    """This machine is dead for the run."""
+
+
+class Stale(RolecallError):
+    """This session has ended: one of the two bridges is new. Open another."""
+
+
+class _Remembered(Struct):
+    """What outlives the proxy. last: the highest number given; names: of the machines that are not gone; lost: of the
+    others, name and why."""
+
+    last: int = 0
+    names: dict[int, str] = {}
+    lost: dict[int, tuple[str, str]] = {}
+
+
+@dataclass(eq=False)
+class _Node:
+    machine: Machine
+    bridge: Bridge
+    thread: threading.Thread
+    seen: float
+    session: str = ""
+    line: Line | None = None
+
+
+class Relay:
+    """Bridges to all machines that have joined. Its methods may be called in any thread.
+
+    owner, incarnation, sockets: of the actor it works for, as for Bridge. elastic: the roles that others may run.
+    file: where it keeps who has joined.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        incarnation: int,
+        sockets: Path,
+        roles: Mapping[str, type[Actor]],
+        elastic: Sequence[str],
+        file: Path,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._owner, self._incarnation, self._sockets, self._file = owner, incarnation, sockets, file
+        self._elastic = elastic
+        self._codec, self._lease_s, self._clock = Codec(roles), lease_s, clock
+        self._lock = threading.Lock()
+        self._remembered = (
+            json.decode(file.read_bytes(), type=_Remembered) if file.exists() else _Remembered()
+        )
+        self._nodes = {number: self._node(number, name) for number, name in self._remembered.names.items()}
+        for number, (name, why) in self._remembered.lost.items():
+            self._node(number, name).bridge.lose(
+                why
+            )  # the one before may have been killed before it could say so
+
+    def _node(self, number: int, name: str) -> _Node:
+        machine = Machine(name, number)
+        bridge = Bridge(
+            self._owner,
+            self._incarnation,
+            self._sockets,
+            self._codec,
+            Machine(),
+            machine,
+            elastic=self._elastic,
+        )
+        thread = threading.Thread(target=bridge.run, name=f"bridge to {name}", daemon=True)
+        thread.start()
+        return _Node(machine, bridge, thread, self._clock())
+
+    def join(self, host: str) -> Joined:
+        """Give a machine its number. Raises RolecallError if there are too many."""
+        with self._lock:
+            number = self._remembered.last + 1
+            if number >= MAX_NUMBER or len(self._nodes) >= MAX_MACHINES:
+                raise RolecallError(f"{len(self._nodes)} machines are in this run, and it takes no more")
+            name = f"{re.sub(r'[^A-Za-z0-9.]', '-', host)[:16] or 'machine'}-{number}"
+            self._remembered.last = number
+            self._remembered.names[number] = name
+            self._save()  # before anybody hears of it
+            self._nodes[number] = self._node(number, name)
+            return Joined(name, number, self._lease_s)
+
+    def open(self, number: int) -> Opened:
+        """A new session, for a Link that is new or was told that its last one is stale. Raises Fenced."""
+        with self._lock:
+            node = self._find(number)
+            if node.line is not None:
+                node.line.close()
+            node.line, node.session = node.bridge.open(), secrets.token_hex(16)
+            return Opened(node.session)
+
+    def renew(self, number: int, session: str) -> None:
+        """A request has come, and is not read yet. Raises Fenced, Stale."""
+        with self._lock:
+            if not secrets.compare_digest(self._find(number).session.encode(), session.encode()):
+                raise Stale("this session has ended: open another")
+
+    def exchange(self, number: int, session: str, body: bytes, wait_s: float | None) -> bytes:
+        """Take a batch and give one. wait_s: until there are frames to give; None: give none. Raises Fenced, Stale, and
+        ValueError for a body that is no batch, or speaks for others."""
+        batch = msgpack.decode(body, type=Batch)
+        with self._lock:
+            node = self._find(number)
+            line = node.line
+            if line is None or node.session != session:
+                raise Stale("this session has ended: open another")
+        node.bridge.check(batch.frames)
+        try:
+            line.receive(batch)
+            answer = line.after(batch.heard, None if wait_s is None else min(wait_s, self._lease_s / 3))
+        except Gap as error:
+            raise Stale("frames are missing: open another session") from error
+        if line.closed:
+            raise Stale("this session has ended: open another")
+        return answer
+
+    def leave(self, number: int) -> None:
+        """This machine says goodbye. Raises Fenced."""
+        with self._lock:
+            self._lose(self._find(number), "has left the run")
+
+    def look(self) -> None:
+        """Give up the machines whose lease has run out. Raises RuntimeError if a bridge has died."""
+        with self._lock:
+            for node in list(self._nodes.values()):
+                if not node.thread.is_alive():
+                    raise RuntimeError(f"the bridge to {node.machine.name} has died: its traceback is above")
+                if self._clock() - node.seen > self._lease_s:
+                    self._lose(node, f"has not been heard of for {self._lease_s:g} s")
+
+    def close(self) -> None:
+        """The run is over: nobody waits here any longer."""
+        with self._lock:
+            for node in self._nodes.values():
+                if node.line is not None:
+                    node.line.close()
+
+    def _find(self, number: int) -> _Node:
+        node = self._nodes.get(number)
+        if node is None:
+            raise Fenced(
+                f"machine {number} is dead for this run: it was not heard of for {self._lease_s:g} s, or has left"
+            )
+        node.seen = self._clock()
+        return node
+
+    def _lose(self, node: _Node, what: str) -> None:
+        if node.line is not None:
+            node.line.close()
+        name, number = node.machine.name, node.machine.number
+        why = f"machine {name} {what}"
+        del self._nodes[number], self._remembered.names[number]
+        self._remembered.lost[number] = name, why
+        self._save()  # before anybody hears of it: its word must not count after a restart either
+        node.bridge.lose(why)
+
+    def _save(self) -> None:
+        write_whole(self._file, json.encode(self._remembered))
