@@ -52,8 +52,7 @@ _from_supervisor = msgpack.Decoder(control.ToActor)
 
 @dataclass(eq=False)
 class _Caller:
-    """A local sender's connection to a far actor's inbox. unheard: answers that the kernel had no room for, by sender
-    and seq."""
+    """A local sender's connection to a far actor's inbox. unheard: sender and seq of answers that wait for room."""
 
     connection: Connection
     member: Member
@@ -96,8 +95,7 @@ class Bridge:
         self._back: dict[tuple[str, int], _Caller] = {}  # far actor, local sender
         self._there_to: dict[tuple[str, int], _Way] = {}  # local actor, far sender
         self._line = Line(self._later)
-        # From the threads of the link.
-        self._events: deque[tuple[Line | None, Sequence[Frame] | str]] = deque()
+        self._events: deque[tuple[Line | None, Sequence[Frame] | str]] = deque()  # from the link
         self._closed = False
         self._waking = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -247,7 +245,10 @@ class Bridge:
                 caller.unheard.clear()
         if (data := connection.receive()) is not None:
             for header, body, buffers in unpack_messages(data):
-                self._back[caller.member.name, header.sender] = caller
+                key = caller.member.name, header.sender
+                # What is left of an older connection may be read after what came over a newer one.
+                if connection.opened_ns >= self._back.setdefault(key, caller).connection.opened_ns:
+                    self._back[key] = caller
                 self._pass_on(caller, header, body, buffers)
         elif connection.ended:
             del self._callers[connection.fileno()]

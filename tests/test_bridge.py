@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rolecall import ActorDied, RolecallError
 from rolecall.runtime.control import NODE_BITS
@@ -89,6 +89,9 @@ def test_a_machine_speaks_only_for_its_own(world: World):
     kills=st.sampled_from([0.0, 0.02]),
     deaths=st.sampled_from([0.0, 0.01]),
 )
+@example(
+    seed=2113565934, faults=0.0, kills=0.01, deaths=0.03
+)  # an older connection was read after a newer one
 def test_every_tell_is_handled_once_and_in_order_and_every_ask_ends(
     seed: int, faults: float, kills: float, deaths: float
 ):
