@@ -172,7 +172,7 @@ class Dialer:
                     pause_s = 0.1
                     self._answered = time.monotonic()
         except (Finished, Unrecoverable) as error:
-            self.ending = error
+            self.ending = self.ending or error  # the other thread's may be why
         except Exception as error:
             self.ending = RolecallError(f"the link has died of {type(error).__name__}: {error}")
             raise  # its traceback belongs in the log
@@ -241,7 +241,11 @@ class Dialer:
                 )
             case 410:
                 raise Finished
-            case code if 400 <= code < 500 and code not in (408, 429):
+            case code if 400 <= code < 500 and code not in (
+                404,
+                408,
+                429,
+            ):  # 404: a gateway's, with no run behind it
                 raise Unrecoverable(
                     f"the run at {self._url} refused a request with {code}: {response.text[:500]}"
                 )

@@ -265,8 +265,8 @@ def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) ->
                 return Response(await run_in_threadpool(answer, request, body, int(number), session))
             except Fenced as error:
                 return JSONResponse({"error": str(error), "fenced": True}, status_code=410)
-            except Stale as error:
-                return JSONResponse({"error": str(error)}, status_code=409)
+            except Stale as error:  # also because the run has ended meanwhile: then it is time to say so
+                return refuse(request) or JSONResponse({"error": str(error)}, status_code=409)
             except RolecallError as error:
                 return JSONResponse({"error": str(error)}, status_code=503)
             except ValueError as error:  # of which msgspec's are, too

@@ -156,10 +156,10 @@ def _trainer_command(recipe: str, settings: list[str], store: str) -> list[str]:
     module = load_recipe(recipe)
     config = configure(module, recipe, ours)
     try:
-        part, _ = module.build(config).part_for_joining(1)
+        graph = module.build(config)
     except ValueError as error:
         raise Unrecoverable(f"{recipe} can't be built from these settings: {error}", exit_code=2) from error
-    if not part.ends_with:
+    if not any(role.elastic for role in graph):
         raise Unrecoverable(f"recipe {recipe} has no role that other machines may run", exit_code=2)
     flags = [word for setting in ours for word in ("--set", setting)]
     return ["rolecall", "run", recipe, "--proxy", f"0.0.0.0:{PORT}", *flags]
