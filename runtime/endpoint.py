@@ -133,7 +133,13 @@ class Endpoint:
         if threading.get_ident() == self._handler:
             deadline = min(deadline, self.deadline)
         pending = Pending(name, deadline, self._wait, answers=answers)
-        self._post(name, call, pending)
+        if answers is not None:
+            answers.waiting.add(pending)
+        try:
+            self._post(name, call, pending)
+        except BaseException:
+            self.answers.waiting.discard(pending)
+            raise
         return pending
 
     def tell(self, name: str, call: Call) -> None:
@@ -196,10 +202,18 @@ class Endpoint:
             self._raise_if_stopping()
             left = pending.deadline - time.monotonic()
             if left <= 0:
-                pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
-                self._outbox.remove(pending.name, pending.seq)
+                self._time_out(pending)
                 return
             self._drive(min(left, POLL_S), pending)
+
+    def _time_out(self, pending: Pending) -> None:
+        pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
+        self._outbox.remove(pending.name, pending.seq)
+
+    def expire(self, now: float) -> None:
+        """End the asks that nobody waits in, and whose time is over."""
+        for pending in self.answers.late(now):
+            self._time_out(pending)
 
     def _raise_if_stopping(self) -> None:
         if self.stopping:

@@ -147,6 +147,8 @@ class Incarnation:
     def _ask(self, name: str, call: Call, timeout_s: float, answers: Answers | None = None) -> Pending:
         deadline = min(self.exchange.now + timeout_s, self.deadline)
         pending = Pending(name, deadline, self._wait_for, answers=answers)
+        if answers is not None:
+            answers.waiting.add(pending)
         self._post(name, call, pending)
         return pending
 
@@ -192,13 +194,20 @@ class Incarnation:
             if self.stopping:
                 raise ActorStopped(f"{self.name} is being stopped")
             if self.exchange.now >= pending.deadline:
-                del self._unhandled[pending.name][pending.seq]
-                pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
+                self._time_out(pending)
                 return
             method = self._unhandled[pending.name][pending.seq].header.method
             self.asking = f"{pending.name}.{method}"
             self.strand.pause(lambda: pending.done or self.stopping, pending.deadline)
             self.asking = ""
+
+    def _time_out(self, pending: Pending) -> None:
+        self._unhandled[pending.name].pop(pending.seq, None)  # its receiver may have passed over it
+        pending.fail(AskTimeout(f"no answer from {pending.name} within the deadline"))
+
+    def expire(self, now: float) -> None:
+        for pending in self.answers.late(now):
+            self._time_out(pending)
 
     # --- as an Outbox does -------------------------------------------------------------------------------
 
@@ -252,12 +261,14 @@ class Incarnation:
 
     def wait(self, timeout_s: float | None) -> None:
         until = NEVER if timeout_s is None else self.exchange.now + timeout_s
+        until = min([until, *(pending.deadline for pending in self.answers.waiting)])
         self.strand.pause(
             lambda: (
                 self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
             ),
             until,
         )
+        self.expire(self.exchange.now)
         self._forget_the_dead()
 
     def _forget_the_dead(self) -> None:

@@ -61,11 +61,23 @@ class Pending:
     def _settle(self) -> None:
         self.done = True
         if self.answers is not None:
+            self.answers.waiting.discard(self)
             self.answers.append(self)
 
 
 class Answers(deque["Pending"]):
-    """What came for an actor that had gone on after `ask_soon`: its step need wait no longer."""
+    """What came for an actor that had gone on after `ask_soon`: its step need wait no longer.
+
+    waiting: asks whose answers are still to come.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = set[Pending]()
+
+    def late(self, now: float) -> list[Pending]:
+        """Those that are waiting past their deadline: their time is over even if nobody looks."""
+        return [pending for pending in list(self.waiting) if now >= pending.deadline]
 
     def take(self) -> bool:
         """Whether any of them is news to it. Leaves none."""

@@ -131,6 +131,7 @@ class LifeSupport(Protocol):
     def now_ns(self) -> int: ...
     def wait(self, timeout_s: float | None) -> None: ...
     def breathe(self) -> None: ...
+    def expire(self, now: float) -> None: ...
     def handled(self, message: Incoming) -> None: ...
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None: ...
     def to_supervisor(self, frame: bytes) -> None: ...
@@ -194,7 +195,7 @@ class Life:
                 endpoint.breathe()
                 continue
             self._sweep()
-            if steps and endpoint.answers.take():
+            if endpoint.answers.take() and steps:
                 step_at = 0.0
             wait_s = None if step_at is None else max(0.0, step_at - endpoint.now())
             endpoint.wait(wait_s)  # also when it is 0: answers must not wait for the step
@@ -218,6 +219,7 @@ class Life:
         now = self.endpoint.now()
         if now - self._swept >= SWEEP_S:
             self._swept = now
+            self.endpoint.expire(now)
             for message in self.endpoint.mailbox.drop_late(now):
                 self.endpoint.page.done(message.header.sender, message.header.seq)
                 self.endpoint.handled(message)

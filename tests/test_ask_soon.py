@@ -63,3 +63,25 @@ def test_it_does_so_in_a_local_run(tmp_path: Path):
     run.run()
     _look(run.reports["patient"])
     assert run.now < 1.0
+
+
+@pytest.mark.slow
+def test_an_ask_whose_time_is_over_is_done_though_nobody_waits_in_it(tmp_path: Path):
+    run = Run("soon", tmp_path, {"impatient": True})
+    assert run.go().exit_code == 0
+    assert run.reports["impatient"] == [{"late": "no answer from gate within the deadline"}]
+
+
+def test_it_is_in_a_local_run(tmp_path: Path):
+    module = load_recipe(str(GRAPHS / "soon.py"))
+    run = LocalRun(module.build(module.Config(impatient=True)), folder=tmp_path)
+    run.run()
+    assert run.reports["impatient"] == [{"late": "no answer from gate within the deadline"}]
+    assert run.now == 1.5
+
+
+def test_answers_that_an_actor_without_steps_never_looks_at_hold_up_nobody(tmp_path: Path):
+    module = load_recipe(str(GRAPHS / "soon.py"))
+    run = LocalRun(module.build(module.Config(stepless=True)), folder=tmp_path)
+    run.run()
+    assert len(run.turns) < 60

@@ -146,6 +146,9 @@ class Support:
         self.sender_knows = True
         self.instant()
 
+    def expire(self, now: float) -> None:
+        pass
+
     def wait(self, timeout_s: float | None) -> None:
         self.stopping = True
 

@@ -117,6 +117,9 @@ class Support:
     def now_ns(self) -> int:
         return int(self.time * 1e9)
 
+    def expire(self, now: float) -> None:
+        pass
+
     def wait(self, timeout_s: float | None) -> None:
         self.most = max(self.most, len(self.mailbox))
         self.time += 1.0

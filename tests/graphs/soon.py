@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from rolecall import Actor, ActorDied, Finished, Graph, NotYet, Ref
+from rolecall import Actor, ActorDied, Answer, AskTimeout, Finished, Graph, NotYet, Ref
 
 
 class Gate(Actor):
@@ -95,6 +95,47 @@ class Patient(Actor):
         return 3600.0
 
 
+class Impatient(Actor):
+    """Asks for what nobody will answer in time, goes on, and is told."""
+
+    def __init__(self, gate: Ref[Gate]) -> None:
+        self.gate = gate.within(1.5)
+
+    def on_start(self) -> None:
+        self.answer: Answer[int] | None = None
+
+    def step(self) -> float | None:
+        if self.answer is None:
+            self.answer = self.gate.ask_soon(Gate.pass_through, 7)
+            return None
+        assert self.answer.done
+        try:
+            self.answer.result()
+        except AskTimeout as error:
+            self.report(late=str(error))
+        raise Finished
+
+
+class Stepless(Actor):
+    """Only messages make it ask, and it never looks at the answers."""
+
+    def __init__(self, gate: Ref[Gate]) -> None:
+        self.gate = gate
+
+    def poke(self) -> None:
+        self.gate.ask_soon(Gate.look)
+
+
+class Poker(Actor):
+    def __init__(self, stepless: Ref[Stepless]) -> None:
+        self.stepless = stepless
+
+    def step(self) -> float | None:
+        for _ in range(3):
+            self.stepless.ask(Stepless.poke)
+        raise Finished
+
+
 class Opener(Actor):
     """Lets a while pass first, in which nobody has anything to do."""
 
@@ -117,6 +158,8 @@ class Config:
     kill: bool = False
     busy: bool = False
     patient: bool = False
+    impatient: bool = False
+    stepless: bool = False
 
 
 def build(config: Config) -> Graph:
@@ -124,6 +167,11 @@ def build(config: Config) -> Graph:
     if config.busy:
         gate = graph.add("gate", Marking)
         graph.until(graph.add("busy", Busy, gate=gate))
+    elif config.impatient:
+        graph.until(graph.add("impatient", Impatient, gate=graph.add("gate", Gate)))
+    elif config.stepless:
+        stepless = graph.add("stepless", Stepless, gate=graph.add("gate", Gate))
+        graph.until(graph.add("poker", Poker, stepless=stepless))
     elif config.patient:
         gate = graph.add("gate", Gate)
         graph.add("opener", Opener, gate=gate)
