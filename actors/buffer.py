@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from ..runtime import Actor, NotYet, Ref, Unrecoverable, idempotent
+from ..runtime import Actor, Answer, NotYet, Ref, Unrecoverable, idempotent
 from ..runtime.files import write_whole
 from ..runtime.store import Store, StoreError
 from .prompts import PromptSource
@@ -23,6 +23,7 @@ ROUNDING = 1e-3  # how far above 0 a log-probability may be
 class GroupSource(Protocol):
     """Whatever a trainer can take groups from: a buffer, or the rollout workers themselves."""
 
+    @idempotent
     def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
         """Groups for optimizer step number `step`.
 
@@ -70,6 +71,9 @@ class Buffer(Actor):
     def on_start(self) -> None:
         self._store = self.weights.open(self.context.run, self.context.folder)
         self._digests: dict[int, str] = {}
+        self._puts = 0
+        self._lent: tuple[tuple[int, int, int], Answer[list[int]]] | None = None
+        self._awaited: set[int] = set()  # what the next step waits for
         self._folder: Path = self.state_folder
         record = self._folder / "record.json"
         self.record = msgspec.json.decode(record.read_bytes(), type=_Record) if record.exists() else _Record()
@@ -84,7 +88,7 @@ class Buffer(Actor):
     def put(self, group: Group) -> str:
         """Take one finished group: "accepted", or the reason it was refused.
 
-        Waits while the buffer is full: back-pressure for the workers.
+        Waits while the buffer is full: back-pressure for the workers; not if the next step waits for this group.
         """
         refusal = self._refusal(group)
         if refusal:
@@ -92,8 +96,9 @@ class Buffer(Actor):
             return refusal
         if self._find(group.id) is not None:
             return "accepted"  # sent again because the answer was lost
-        if len(self._waiting) >= self.capacity:
+        if len(self._waiting) >= self.capacity and group.id not in self._awaited:
             raise NotYet
+        self._puts += 1
         write_whole(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
         self._waiting[group.id] = group
         return "accepted"
@@ -126,6 +131,8 @@ class Buffer(Actor):
                 if dropped:
                     return self._batch([])
                 raise NotYet
+            if self._would_be_stale(step, version):
+                raise NotYet
             oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
             self._handed[step] = [self._waiting.pop(group.id) for group in oldest[:groups]]
             self.record.newest = step
@@ -147,6 +154,28 @@ class Buffer(Actor):
 
     def _is_stale(self, group: Group) -> bool:
         return self.record.version - group.version > self.max_staleness
+
+    def _would_be_stale(self, step: int, version: int) -> bool:
+        """Whether this step would make a group stale that is still being sampled, or it is not known yet.
+
+        It is waited for instead, since what is slow is long, and a policy that is trained without its long answers
+        learns to give short ones.
+        """
+        question = step, version, self._puts
+        if self._lent is None or self._lent[0] != question:
+            self._lent = (
+                question,
+                self.prompts.ask_soon(PromptSource.lent_under, version - self.max_staleness),
+            )
+        if not self._lent[1].done:
+            return True  # its answer calls `step`, and that has this looked at again
+        lent = self._lent[1].result()
+        self._awaited = {id for id in lent if self._find(id) is None and not self._was_trained(id)}
+        return bool(self._awaited)
+
+    def step(self) -> float | None:
+        """Nothing of its own: see `_would_be_stale`."""
+        return None
 
     def _find(self, id: int) -> Group | None:
         if id in self._waiting:

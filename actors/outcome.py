@@ -41,7 +41,7 @@ def progress(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _share_waited(worker: Mapping[str, float]) -> float:
     waited = worker["lease_wait_s"] + worker["put_wait_s"]
-    return waited / (waited + worker["sample_s"])
+    return waited / max(waited + worker["sample_s"], 1e-9)
 
 
 def report(run: RunFolder, *, now: Callable[[], float] = time.time) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from ..runtime import Actor, NotYet, idempotent
+from ..runtime import Actor, Down, NotYet, Ref, idempotent
 from ..runtime.files import write_whole
 from .data import load_dataset
 from .types import Count, Lease, Prompt
@@ -25,11 +25,15 @@ _LAST = 2**62  # above the number of any lease
 
 
 class _Loan(msgspec.Struct):
-    """A prompt somebody works on, since `since` on this actor's clock, as a part of lease number `lease`."""
+    """A prompt somebody works on, since `since` on this actor's clock, as a part of lease number `lease`.
+
+    version: the newest when it was lent, so that its group will be of this one or a newer one.
+    """
 
     worker: str
     lease: int
     since: float
+    version: int
 
 
 class _Heard(msgspec.Struct):
@@ -65,8 +69,9 @@ class PromptSource(Actor):
     lease_s:          a prompt that nobody says he holds for so long is taken back: its worker has vanished.
 
     Admission: a prompt is lent only if its group will be trained while at most max_staleness versions have
-    come out since. So staleness is bounded by not starting work, not by throwing it away, which would throw
-    away what is slow, that is, long. Nothing is lent before the first version is out.
+    come out since, if all goes evenly; if not, the buffer has the trainer wait (see Buffer). So staleness is bounded
+    by not starting work, not by throwing it away, which would throw away what is slow, that is, long. Nothing is
+    lent before the first version is out.
 
     With max_staleness=0 a group is of use to its own version only, so every version starts afresh: what was
     not trained by then (the trainer went back to a checkpoint, a worker died with its groups) is lent again.
@@ -106,6 +111,8 @@ class PromptSource(Actor):
             self.ledger = msgspec.json.decode(self._file.read_bytes(), type=_Ledger)
             for loan in self.ledger.loans.values():
                 loan.since = self.clock()  # the clock may be another machine's
+            for worker in self.ledger.workers:
+                Ref(worker).watch()
 
     @idempotent
     def next(
@@ -131,11 +138,10 @@ class PromptSource(Actor):
             return self._lease(0, [], finished=finished)
         ids = self._admit(count)
         if not ids and wait and not finished:
-            self._save()
             raise NotYet
         ledger.leases += 1
         for id in ids:
-            ledger.loans[id] = _Loan(worker, ledger.leases, self.clock())
+            ledger.loans[id] = _Loan(worker, ledger.leases, self.clock(), ledger.version)
         self._save()
         return self._lease(ledger.leases, ids, finished=finished)
 
@@ -149,13 +155,22 @@ class PromptSource(Actor):
             for id, loan in self.ledger.loans.items():
                 if loan.worker == worker and id in holding:
                     loan.since = self.clock()
-            self._save()
 
     @idempotent
     def leave(self, worker: str, incarnation: Count, delivered: Lent) -> None:
         """This worker works no more: what is lent to it is lent anew, and what it still asks for is not given."""
         self._heed(worker, incarnation, _LAST, {}, delivered)
-        self._save()
+
+    def on_down(self, down: Down) -> None:
+        """A worker of this package has died: others can begin with its prompts, before it is back, if ever."""
+        heard = self.ledger.workers.get(down.name)
+        if heard is not None and heard.incarnation <= down.incarnation:
+            self._heed(down.name, down.incarnation, _LAST, {}, {})
+
+    @idempotent
+    def lent_under(self, version: int) -> list[int]:
+        """The prompts on loan since this was the newest version."""
+        return [id for id, loan in self.ledger.loans.items() if loan.version == version]
 
     @idempotent
     def give_back(self, ids: list[int]) -> None:
@@ -207,12 +222,18 @@ class PromptSource(Actor):
         heard = ledger.workers.get(worker, _Heard(0, 0))
         if (incarnation, lease) < (heard.incarnation, heard.lease):
             return False
+        news = (incarnation, lease) != (heard.incarnation, heard.lease)
+        if worker not in ledger.workers:
+            Ref(worker).watch()
         ledger.workers[worker] = _Heard(incarnation, lease)
         for id, loan in list(ledger.loans.items()):
             if loan.worker == worker and loan.lease <= until and holding.get(id) != loan.lease:
+                news = True
                 del ledger.loans[id]
                 if delivered.get(id) != loan.lease:
                     ledger.returned.append(id)
+        if news:
+            self._save()
         return True
 
     def _lease(self, number: int, ids: list[int], *, finished: bool) -> Lease:

@@ -9,14 +9,16 @@ scored and handed over. Nothing waits for the slowest of a batch, and nothing pa
 from __future__ import annotations
 
 import hashlib
+import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..runtime import Actor, Answer, Finished, Ref, idempotent
 from ..runtime.store import PolicyVersion, Store
 from .buffer import Buffer
-from .canary import attest
+from .canary import Quarantined, attest
 from .engines import Engine, Request, Sample, Sampling, load_engine
 from .prefetch import Prefetch
 from .prompts import PromptSource
@@ -35,7 +37,8 @@ class RolloutWorker(Actor):
 
     group_size: completions of one prompt. lease: prompts sampled at once (lease × group_size sequences).
     engine: what samples, as `load_engine` takes it. lora_rank: the largest rank of the run's adapters.
-    max_staleness: how many versions behind the newest a group may be trained: so many more may be in use at once.
+    max_staleness: how many versions behind the newest a group may be trained: so many more may be in use at once. With
+    0 it asks for prompts once it has none, for no more are lent before all of a version are trained.
     inflight_swap: whether completions go on under a new version, or finish under the one they began with.
 
     A new version is fetched from a bucket in the background, and loaded between two tokens. After each swap the
@@ -61,6 +64,7 @@ class RolloutWorker(Actor):
         lora_rank: int = 16,
         max_staleness: int = 0,
         inflight_swap: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.sampling = model, sampling
         self.engine_name, self.lora_rank, self.inflight_swap = engine, lora_rank, inflight_swap
@@ -69,7 +73,7 @@ class RolloutWorker(Actor):
         self.group_size, self.lease, self.seed = group_size, lease, seed
         self.prompts, self.reward = prompts.within(PATIENCE_S), reward.within(PATIENCE_S)
         self.sink = None if sink is None else sink.within(PATIENCE_S)
-        self.weights = weights
+        self.weights, self.clock = weights, clock
 
     def on_start(self) -> None:
         self.engine = self._load_engine()
@@ -77,7 +81,7 @@ class RolloutWorker(Actor):
         self.prefetch = self._start_prefetch()
         self.worker = f"{self.context.node}/{self.name}" if self.context.node else self.name
         self.version = -1  # that the engine has proved to sample
-        self.waits = Waits(time.monotonic)
+        self.waits = Waits(self.clock)
         self._loaded: tuple[PolicyVersion, Path] | None = None  # but not proved
         self._digests: dict[int, str] = {}
         self._newest = -1  # that was heard of
@@ -85,13 +89,14 @@ class RolloutWorker(Actor):
         self._asked: Answer[Lease] | None = None
         self._telling: dict[int, int] = {}
         self._lease = Lease(number=0, prompts=[], version=-1, finished=False, hold_s=0.0)
-        self._hold_at = 0.0
+        self._hold_at = math.inf
         self._queue: list[_Open] = []  # for a version that is not loaded yet
         self._sampling: dict[int, _Open] = {}  # by request
         self._scoring: list[_Open] = []
         self._putting: list[_Open] = []
         self._delivered: dict[int, int] = {}  # that the prompt source has not heard of: the lease of each
         self._given: tuple[int, int, list[Group]] = (-1, -1, [])
+        self._shared: list[_Open] = []  # what was given
 
     def _load_engine(self) -> Engine:
         return load_engine(
@@ -113,13 +118,15 @@ class RolloutWorker(Actor):
     def on_stop(self) -> None:
         if self.prefetch is not None:
             self.prefetch.stop()
-        if self._lease.number:  # others can begin at once with what is not finished here
-            self.prompts.tell(PromptSource.leave, self.worker, self.context.incarnation, self._delivered)
+        if self._held():  # others can begin at once with what is not finished here
+            # An ask, whose answer is not waited for: at the end of a run there is nobody to tell, and no harm in it.
+            self.prompts.ask_soon(PromptSource.leave, self.worker, self.context.incarnation, self._delivered)
 
     def step(self) -> float | None:
         """One token for everybody, and whatever else there is to do between two tokens."""
         if self.sink is None:
-            return None
+            self._hold()
+            return self._pause_s()
         self.waits.over()
         self._follow()
         self._hand_over(self.sink)
@@ -128,10 +135,14 @@ class RolloutWorker(Actor):
         self._sample()
         self._lease_more()
         self._hold()
-        if self.engine.running:
+        if self.engine.running or self._queue:
             return 0.0
         self.waits.begin("put_wait_s" if self._scoring or self._putting else "lease_wait_s")
-        return max(0.0, self._hold_at - time.monotonic()) if self._held() else None  # an answer comes sooner
+        return self._pause_s()
+
+    def _pause_s(self) -> float | None:
+        """Until there is something to say; an answer may come sooner."""
+        return None if self._hold_at == math.inf else max(0.0, self._hold_at - self.clock())
 
     @idempotent
     def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
@@ -142,16 +153,25 @@ class RolloutWorker(Actor):
         """
         if self._given[:2] != (step, version):
             self._queue, self._sampling, self._scoring = [], {}, []  # of a share that failed half-way
+            self._shared = []
             self._receive(self._ask(self.lease, wait=False).result())
             if self._queue and self._lease.version > self.version:
-                self._load(self._lease.version)
-                self._prove()
+                self._swap_at_once(self._lease.version)
             self._begin_queue()
             while self._sampling:
                 self._sample()
-            scored, self._scoring = sorted(self._scoring, key=lambda one: one.prompt.id), []
-            self._given = step, version, [self._group(one) for one in scored]
+                self._hold()
+            self._shared, self._scoring = sorted(self._scoring, key=lambda one: one.prompt.id), []
+            self._given = step, version, [self._group(one) for one in self._shared]
         return Batch(groups=self._given[2], dropped={}, depth=0)
+
+    def _swap_at_once(self, version: int) -> None:
+        self._load(version)
+        try:
+            self._prove()
+        except Quarantined as error:
+            # Raised in a handler it would be the asker's, and this engine would live on.
+            raise SystemExit(f"Quarantined: {error}") from error
 
     # --- versions ----------------------------------------------------------------------------------------
 
@@ -159,14 +179,18 @@ class RolloutWorker(Actor):
         """Swap when there is a newer version, and it is here; those that run get a token between load and proof."""
         if self._loaded is not None:
             self._prove()
-        news = self._news or self.prompts.ask_soon(PromptSource.policy, self._newest)
-        self._news = None if news.done else news
-        if news.done:
-            self._hear_of(news.result())
+        if self._news is not None and self._news.done:
+            self._hear_of(self._news.result())
+            self._news = None
+        if self._news is None:
+            self._news = self.prompts.ask_soon(PromptSource.policy, self._newest)
         if self.prefetch is not None and self.prefetch.newest >= self._newest:
             self._newest = self.prefetch.newest
         elif self.prefetch is not None and self.engine.running:
             return  # with nothing to hold up it is fetched here, and if that fails it is this worker's error
+        in_use = {one.version for one in self._sampling.values()}
+        if len(in_use) >= self.max_loras and not self.inflight_swap:
+            return  # the engine would have no room before one of them is done
         if self._newest > self.version:
             self._load(self._newest)
             if not self.engine.running:
@@ -209,10 +233,10 @@ class RolloutWorker(Actor):
     def _lease_more(self) -> None:
         if self._asked is not None:
             return
-        busy = len(self._queue) + len(set(self._sampling.values()))
+        seats = self.lease * self.group_size - len(self._sampling)
         # One that hands over slower than it samples has enough.
-        room = self.lease - max(busy, len(self._scoring) + len(self._putting) - self.lease)
-        # Without staleness nothing is lent before all of this is trained: then all of it at once.
+        most = 2 * self.lease - len(self._scoring) - len(self._putting)
+        room = min(seats // self.group_size - len(self._queue), most)
         if room > 0 if self.max_staleness else room == self.lease:
             self._asked = self._ask(room, wait=True)
 
@@ -220,6 +244,7 @@ class RolloutWorker(Actor):
         if self._asked is not None and self._asked.done:
             lease, self._asked = self._asked.result(), None
             if lease.finished:
+                self._queue, self._sampling, self._scoring, self._putting = [], {}, [], []  # nobody wants it
                 raise Finished
             self._receive(lease)
 
@@ -233,21 +258,23 @@ class RolloutWorker(Actor):
             if self._delivered.get(id) == self._telling[id]:
                 del self._delivered[id]
         self._lease = lease
-        self._hold_at = time.monotonic() + lease.hold_s
+        self._hold_at = min(self._hold_at, self.clock() + lease.hold_s)
         self._hear_of(lease.version)
         self._queue += [_Open(prompt, lease, self.engine.encode(prompt.text)) for prompt in lease.prompts]
 
     def _held(self) -> dict[int, int]:
         """The prompts it works on, and the lease that each came with."""
-        held = [*self._queue, *self._sampling.values(), *self._scoring, *self._putting]
+        held = [*self._queue, *self._sampling.values(), *self._scoring, *self._putting, *self._shared]
         return {one.prompt.id: one.lease.number for one in held}
 
     def _hold(self) -> None:
-        if self._lease.number and time.monotonic() >= self._hold_at:
-            word = (self.worker, self.context.incarnation, self._lease.number, self._held(), self._delivered)
+        """Say in time what it holds, has delivered, or, by leaving it out, was refused."""
+        if self.clock() >= self._hold_at:
+            held = self._held()
+            word = (self.worker, self.context.incarnation, self._lease.number, held, self._delivered)
             self.prompts.tell(PromptSource.hold, *word)
             self._delivered = {}
-            self._hold_at = time.monotonic() + self._lease.hold_s
+            self._hold_at = self.clock() + self._lease.hold_s if held else math.inf
 
     # --- groups ------------------------------------------------------------------------------------------
 
@@ -264,6 +291,7 @@ class RolloutWorker(Actor):
         ids = self.engine.add(requests, self.sampling)
         for place, id in enumerate(ids):
             one = ready[place // self.group_size]
+            one.version = self.version
             one.requests.append(id)
             self._sampling[id] = one
 
@@ -285,18 +313,23 @@ class RolloutWorker(Actor):
                 self._scoring.append(one)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:
-        for one in [one for one in self._scoring if one.rewards is not None and one.rewards.done]:
-            group = self._group(one)
+        scored = [one for one in self._scoring if one.rewards is not None and one.rewards.done]
+        groups = [self._group(one) for one in scored]
+        for one, group in zip(scored, groups, strict=True):
             one.put = sink.ask_soon(Buffer.put, group)
             self._scoring.remove(one)
             self._putting.append(one)
-            tokens = sum(len(completion.ids) for completion in group.completions)
-            self.report(groups=1, tokens=tokens, version=group.version, **self.waits.take())
+        if groups:
+            tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
+            newest = max(group.version for group in groups)
+            self.report(groups=len(groups), tokens=tokens, version=newest, **self.waits.take())
         for one in [one for one in self._putting if one.put is not None and one.put.done]:
             assert one.put is not None
             self._putting.remove(one)
             if one.put.result() in ("accepted", "duplicate"):
                 self._delivered[one.prompt.id] = one.lease.number
+            else:
+                self._hold_at = self.clock()  # its prompt is to be lent again, and soon
 
     def _group(self, one: _Open) -> Group:
         assert one.rewards is not None
@@ -333,6 +366,7 @@ class _Open:
     prompt: Prompt
     lease: Lease
     prompt_ids: list[int]
+    version: int = -1  # under which it was begun
     requests: list[int] = field(default_factory=list)
     samples: dict[int, Sample] = field(default_factory=dict)
     rewards: Answer[list[float]] | None = None

@@ -127,6 +127,11 @@ class Trainer(Actor):
         source = self.groups.within(PATIENCE_S)
         parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
         groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.id)
+        if groups and len({group.id for group in groups}) != self.batch:
+            raise ValueError(
+                f"step {self.done + 1} was given the groups {[group.id for group in groups]} instead of {self.batch} "
+                "different ones: a share was lost or doubled, and the step is made again"
+            )
         return Batch(groups=groups, dropped=parts[0].dropped, depth=sum(part.depth for part in parts))
 
     def _publish(self, newest: int) -> None:

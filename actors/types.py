@@ -81,7 +81,7 @@ class Group(Struct, frozen=True, kw_only=True):
     @property
     def version(self) -> int:
         """The oldest policy version that sampled any part of it: staleness is counted from here."""
-        return min(min(completion.versions) for completion in self.completions)
+        return min(completion.versions[0] for completion in self.completions)
 
     @property
     def rewards(self) -> list[float]:

@@ -13,7 +13,7 @@ class Waits:
 
     sample_s      the engine stepped
     lease_wait_s  there was nothing to sample, for want of prompts
-    put_wait_s    there was nothing to sample, for want of room where groups go
+    put_wait_s    there was nothing to sample, while the reward or room in the buffer was waited for
     pause_s       longest time between two steps of the engine with completions under way: what a swap, or
                   anything else that a worker does between two tokens, costs those who wait for theirs
     load_s        what the last swap took: fetch, load and proof

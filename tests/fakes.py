@@ -214,6 +214,7 @@ class Direct:
     def __init__(self) -> None:
         self.actors: dict[str, Actor] = {}
         self.roles: dict[str, list[str]] = {}
+        self.watched: list[str] = []
         self.before: Callable[[str, Call], None] = lambda name, call: None
         bind_transport(self)
 
@@ -237,7 +238,7 @@ class Direct:
         return self.replicas(name)[0]
 
     def watch(self, name: str) -> None:
-        raise NotImplementedError
+        self.watched.append(name)
 
 
 class Published:

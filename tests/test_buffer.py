@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rolecall import NotYet, Unrecoverable
+from rolecall import Down, NotYet, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.types import Group
@@ -29,7 +29,7 @@ def peers(tmp_path: Path) -> Iterator[Direct]:
     source = PromptSource(dataset="tiny", seed=0, groups_per_step=2, steps=20, max_staleness=19)
     direct.actors["prompts"] = source
     begin(source, tmp_path, "prompts")
-    source.advance(0, 0)
+    source.advance(0, 1)  # no step of these tests would make a group of version 1 stale
     source.next("w", 1, 0, {}, {}, 40, False)
     yield direct
     bind_transport(None)
@@ -157,6 +157,48 @@ def test_a_group_of_several_versions_is_attested_for_each_and_as_stale_as_its_ol
     assert take(buffer, 1, version=10) == []
     assert buffer.record.dropped["stale"] == 1
     assert buffer.put(mixed(1, right)) == "stale"
+
+
+def test_a_step_waits_for_what_it_would_make_stale(buffer: Buffer, peers: Direct):
+    """Version 1 is the oldest that may be trained at 3, and of it 5 is still being sampled."""
+    for id in (4, 6, 7):
+        buffer.put(group(id, version=2))
+    prompts = peers.actors["prompts"]
+    assert isinstance(prompts, PromptSource)
+    lent = {id: loan.lease for id, loan in prompts.ledger.loans.items()}
+    prompts.hold("w", 1, 1, {5: lent[5]}, {id: lent[id] for id in lent if id != 5})
+    with pytest.raises(NotYet):
+        take(buffer, 1, version=3)
+    assert take(buffer, 1, version=2) == [4, 6]  # it would still be fresh enough after this one
+    buffer.put(group(5, version=1))
+    assert take(buffer, 2, version=3) == [5, 7]
+
+
+def test_a_step_does_not_wait_for_what_is_stale_already_or_lost(buffer: Buffer, peers: Direct):
+    prompts = peers.actors["prompts"]
+    assert isinstance(prompts, PromptSource)
+    for id in (4, 6):
+        buffer.put(group(id, version=4))
+    assert take(buffer, 1, version=4) == [4, 6]
+    for id in (8, 9):
+        buffer.put(group(id, version=3))
+    with pytest.raises(NotYet):
+        take(buffer, 2, version=3)
+    prompts.on_down(Down("w", 1, "killed by SIGKILL", final=False))
+    buffer.put(group(10, version=3))  # whatever comes next has it ask again
+    assert take(buffer, 2, version=3) == [8, 9]
+
+
+def test_what_a_step_waits_for_is_taken_in_by_a_full_buffer_too(buffer: Buffer, peers: Direct):
+    for id in range(20, 24):
+        buffer.put(group(id, version=3))
+    with pytest.raises(NotYet):
+        buffer.put(group(5, version=1))
+    with pytest.raises(NotYet):
+        take(buffer, 1, version=3)
+    assert buffer.put(group(5, version=1)) == "accepted"
+    with pytest.raises(NotYet):
+        buffer.put(group(45, version=3))  # which nobody waits for
 
 
 NAN, INFINITY = float("nan"), float("inf")

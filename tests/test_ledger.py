@@ -153,7 +153,7 @@ class Ring(RuleBasedStateMachine):
             try:
                 answer = self.buffer.put(first)
             except NotYet:
-                assert len(self.buffer._waiting) >= self.capacity
+                assert len(self.buffer._waiting) >= self.capacity and first.id not in self.buffer._awaited
                 return False
             if answer != "accepted":
                 self.refused[answer] += 1
@@ -273,7 +273,8 @@ class Ring(RuleBasedStateMachine):
     @invariant()
     def bounds(self) -> None:
         if hasattr(self, "buffer"):
-            assert len(self.buffer._waiting) <= self.capacity
+            # Only what a step waits for may be above it: not more than were ever admitted.
+            assert len(self.buffer._waiting) <= max(self.capacity, self.batch * (1 + self.max_staleness))
             refused = {key: n for key, n in self.buffer.record.dropped.items() if key != "stale"}
             assert refused == {key: n for key, n in self.refused.items() if key != "stale"}
             assert self.buffer.record.dropped.get("stale", 0) >= self.refused["stale"]

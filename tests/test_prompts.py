@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rolecall import NotYet, Unrecoverable
+from rolecall import Down, NotYet, Unrecoverable
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.types import Lease
+from rolecall.runtime.ref import bind_transport
 
-from .fakes import begin
+from .fakes import Direct, begin
 
 
 class Clock:
@@ -19,6 +20,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def peers() -> Iterator[Direct]:
+    """Nobody: workers are watched by name."""
+    yield Direct()
+    bind_transport(None)
 
 
 @pytest.fixture
@@ -162,6 +170,23 @@ def test_who_leaves_gives_back_what_is_on_its_way_to_him_too(source: PromptSourc
     assert ids_of(ask(source, after=first, holding=[1], delivered=[], count=9, wait=True)) == []
     assert ids_of(ask(source, "other", count=9)) == [1, 2, 3]
     assert ids_of(ask(source, incarnation=2, count=9)) == []
+
+
+def test_the_prompts_of_a_worker_that_died_are_lent_anew_at_once(
+    source: PromptSource, peers: Direct, tmp_path: Path, clock: Clock
+):
+    ask(source, "a", incarnation=7)
+    ask(source, "b", incarnation=8)
+    assert peers.watched == ["a", "b"]
+    source.on_down(Down("a", 6, "of a life before", final=False))
+    source.on_down(Down("never heard of", 9, "killed by SIGKILL", final=True))
+    assert source.ledger.loans.keys() == {0, 1, 2, 3}
+    source.on_down(Down("a", 7, "killed by SIGKILL", final=False))
+    assert source.ledger.loans.keys() == {2, 3}
+    assert ids_of(ask(source, "a", incarnation=7, wait=True)) == []  # what it still asked for
+    assert ids_of(ask(source, "a", incarnation=9)) == [0, 1]
+    started(tmp_path, clock)
+    assert peers.watched[2:] == ["a", "b"]
 
 
 def test_word_that_crosses_a_lease_on_its_way_does_not_take_it_back(source: PromptSource):

@@ -32,10 +32,11 @@ class Peers(Direct):
 
     def __init__(self, folder: Path, max_staleness: int) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self.now = folder, 0.0
         self.prompts = PromptSource(
-            dataset="tiny", seed=0, groups_per_step=BATCH, steps=STEPS, max_staleness=max_staleness
-        )
+            dataset="tiny", seed=0, groups_per_step=BATCH, steps=STEPS, max_staleness=max_staleness,
+            clock=lambda: self.now,
+        )  # fmt: skip
         self.buffer = Buffer(
             capacity=99, max_staleness=max_staleness, prompts=ref("prompts"), weights=Store()
         )
@@ -53,12 +54,14 @@ class Peers(Direct):
         self.prompts.advance(step, version)
 
     def worker(
-        self, *, sink: bool, name: str = "rollout", incarnation: int = 1, lease: int = BATCH, node: str = ""
-    ) -> FakeRollout:
+        self, *, sink: bool, name: str = "rollout", incarnation: int = 1, lease: int = BATCH, node: str = "",
+        max_staleness: int = 2,
+    ) -> FakeRollout:  # fmt: skip
         to: Ref[Buffer] | None = ref("buffer") if sink else None
         made = FakeRollout(
             model="fake", sampling=Sampling(max_tokens=4), group_size=GROUP_SIZE, lease=lease, seed=5,
-            prompts=ref("prompts"), reward=ref("reward"), weights=Store(), sink=to, max_staleness=2,
+            prompts=ref("prompts"), reward=ref("reward"), weights=Store(), sink=to,
+            max_staleness=max_staleness, clock=lambda: self.now,
         )  # fmt: skip
         begin(made, self.folder, name, incarnation=incarnation, node=node)
         return made
@@ -168,20 +171,114 @@ def test_a_prompt_that_asks_for_a_version_waits_until_it_is_here(peers: Peers):
     assert worker.version == 1
 
 
-def test_it_says_what_it_holds_for_as_long_as_it_does(peers: Peers):
-    worker = peers.worker(sink=True, lease=1)
-    worker.engine = Slow()
-    worker.step()
-    worker.step()
-    [loan] = peers.prompts.ledger.loans.values()
-    loan.since = 0.0
-    worker.step()
-    assert loan.since == 0.0  # nothing to say yet
-    worker._hold_at = 0.0
-    worker.step()
-    assert loan.since > 0.0
+class Endless(FakeEngine):
+    """The completions of the first prompt never end; others take one step."""
+
+    def step(self) -> list[Sampled]:
+        done = [one for one in self._under_way if one.id >= GROUP_SIZE]
+        self._under_way = [one for one in self._under_way if one.id < GROUP_SIZE]
+        return done
+
+
+def test_what_it_holds_stays_its_own_however_many_leases_come_meanwhile(peers: Peers):
+    peers.prompts.steps = 1000
+    peers.buffer.capacity = 10_000
+    worker = peers.worker(sink=True, lease=2)
+    worker.engine = Endless()
+    for step in range(200):
+        peers.now += 10.0  # 2000 s in all, and a loan holds 600
+        worker.step()
+        peers.prompts.step()
+        if step % 10 == 0:
+            peers.publish(peers.prompts.ledger.version + 1, step=peers.prompts.ledger.step + 1)
+    assert peers.prompts.ledger.loans[0].lease == 1
+    assert len(peers.delivered()) > 20
     worker.on_stop()
-    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned[0] == 0
+    assert peers.prompts.ledger.loans == {} and 0 in peers.prompts.ledger.returned
+
+
+def test_what_was_refused_is_lent_again_at_once_although_no_more_is_lent(peers: Peers):
+    worker = peers.worker(sink=True, lease=99)
+    worker.step()
+    worker.step()
+    peers.buffer.record.version = 9  # the trainer is ahead of all that is sampled now
+    worker.step()
+    assert peers.buffer.record.dropped == {"stale": 3 * BATCH}
+    peers.buffer.record.version = 0
+    work(worker)
+    assert [group.id for group in peers.delivered()] == list(range(3 * BATCH))
+    assert peers.now == 0.0
+
+
+def test_an_idle_worker_says_what_it_has_delivered_before_it_is_lent_again(peers: Peers):
+    worker = peers.worker(sink=True, lease=3 * BATCH)
+    work(worker, 6)
+    assert len(peers.delivered()) == 3 * BATCH and peers.prompts.ledger.loans
+    while (pause := worker.step()) is not None:
+        peers.now += pause
+        peers.prompts.step()
+    assert peers.now < 600.0
+    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned == []
+
+
+def test_a_version_that_comes_between_two_answers_is_not_slept_through(peers: Peers):
+    worker = peers.worker(sink=True)
+    work(worker, 8)
+    peers.publish(1, step=1)
+
+    def another(name: str, call: Call) -> None:
+        if call.method == "next":
+            peers.before = lambda name, call: None
+            peers.publish(2, step=2)
+
+    peers.before = another
+    delivered = len(peers.delivered())
+    for _ in range(12):
+        assert worker.step() == 0.0 or not worker._queue
+    assert worker.version == 2 and len(peers.delivered()) > delivered
+
+
+class OneLong(FakeEngine):
+    """Of each three completions the first takes thirty steps, the others one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.began: dict[int, int] = {}
+
+    def step(self) -> list[Sampled]:
+        self.steps += 1
+        for one in self._under_way:
+            self.began.setdefault(one.id, self.steps)
+        done = [one for one in self._under_way if one.id % 3 or self.steps - self.began[one.id] >= 30]
+        self._under_way = [one for one in self._under_way if one not in done]
+        return done
+
+
+def test_seats_that_siblings_have_left_are_taken(peers: Peers):
+    peers.prompts.steps = 1000
+    peers.prompts.ahead_steps = 1000
+    peers.buffer.capacity = 10_000
+    worker = peers.worker(sink=True, lease=8)
+    worker.engine = OneLong()
+    taken = []
+    for _ in range(100):
+        worker.step()
+        taken.append(worker.engine.running)
+    assert sum(taken[20:]) / len(taken[20:]) > 0.75 * 8 * GROUP_SIZE
+    assert max(taken) <= 8 * GROUP_SIZE
+
+
+def test_a_share_stays_its_workers_until_the_next(sync_peers: Peers):
+    worker = sync_peers.worker(sink=False, lease=2, max_staleness=0)
+    first = [group.id for group in worker.take(1, BATCH, 0, 0).groups]
+    for _ in range(10):
+        pause = worker.step()
+        assert pause is not None
+        sync_peers.now += pause + 1.0
+        worker.step()
+        sync_peers.prompts.step()
+    assert sorted(sync_peers.prompts.ledger.loans) == first
 
 
 class Stale(FakeEngine):
@@ -208,6 +305,15 @@ def test_no_group_leaves_a_worker_that_samples_something_else_than_it_says(peers
     sampled_since = [group.version for group in peers.delivered()][len(sampled_before) :]
     assert len(sampled_since) >= BATCH and set(sampled_since) == {1}
     assert peers.buffer.record.dropped == {}
+
+
+def test_a_worker_that_is_taken_from_dies_of_it_instead_of_the_trainer(sync_peers: Peers):
+    worker = sync_peers.worker(sink=False, lease=2, max_staleness=0)
+    worker.engine = Stale()
+    worker.take(1, BATCH, 0, 0)
+    sync_peers.publish(1, step=1)
+    with pytest.raises(SystemExit, match="Quarantined: worker rollout can't prove that it samples version 1"):
+        worker.take(2, BATCH, 1, 1)
 
 
 def test_a_version_without_a_canary_is_not_sampled(peers: Peers):
