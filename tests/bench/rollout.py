@@ -23,7 +23,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -65,7 +65,7 @@ class Measured(RolloutWorker):
 
     def report(self, **values: Any) -> None:
         self.tokens += values["tokens"]
-        self.groups += 1
+        self.groups += values["groups"]
 
     def step(self) -> float | None:
         if not self.turns:
@@ -103,20 +103,15 @@ class Measured(RolloutWorker):
         return super()._ask(count, wait=wait)
 
     def _drive(self, number: int) -> int:
-        """The round's groups by the engine alone: the next as soon as one of LEASE is whole."""
-        tokens, under_way = 0, dict[int, int]()
-        left: Counter[int] = Counter()
+        """The round's groups by the engine alone: the next as soon as it has seats for one."""
+        tokens = 0
         ids = iter(range(number * GROUPS, (number + 1) * GROUPS))
         while True:
-            for id in islice(ids, LEASE - len(left)):
-                under_way.update(dict.fromkeys(self.engine.add(self._requests(id), self.sampling), id))
-                left[id] = GROUP_SIZE
-            if not left:
+            for id in islice(ids, LEASE - -(-self.engine.running // GROUP_SIZE)):
+                self.engine.add(self._requests(id), self.sampling)
+            if not self.engine.running:
                 return tokens
-            for sampled in self.engine.step():
-                tokens += len(sampled.sample.ids)
-                left[under_way[sampled.id]] -= 1
-            left = +left
+            tokens += sum(len(sampled.sample.ids) for sampled in self.engine.step())
 
     def _requests(self, id: int) -> list[Request]:
         """Those that the worker makes of a prompt."""
