@@ -96,11 +96,15 @@ class Proxy(Actor):
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
         self.report(url=f"http://{host}:{port}")
+        self._machines: list[str] | None = None
 
     def step(self) -> float | None:
         if not self._thread.is_alive():
             raise RuntimeError("the HTTP server has ended: its output is above")
         self._relay.look()
+        if self._machines != (machines := self._relay.machines):
+            self._machines = machines
+            self.report(machines=machines)
         return min(1.0, self.lease_s / 10)
 
     def on_stop(self) -> None:

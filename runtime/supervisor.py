@@ -220,6 +220,7 @@ class Supervisor:
                 "preloads": role.actor.preloads,
                 "fresh": _why_fresh(role),
                 "python": role.python or sys.executable,
+                "environment": child.environment,
             }
         )
 
