@@ -58,7 +58,6 @@ __all__ = ["Observer", "Outcome", "Supervisor"]
 
 LEFTOVERS_TIMEOUT_S = 2.0
 
-
 _from_anybody = msgpack.Decoder(FromActor | FromCommand | FromBridge)
 
 
