@@ -59,7 +59,11 @@ class Buffer(Actor):
     prompts of the others are lent again.
     """
 
-    http: ClassVar = {"POST /v1/groups": "put", "GET /v1/batch": "take"}
+    http: ClassVar = {
+        "POST /v1/groups": "put",
+        "GET /v1/batch": "take",
+        "GET /v1/policy/digest": "digest",
+    }
 
     def __init__(
         self, *, capacity: int, max_staleness: int, prompts: Ref[PromptSource], weights: Store
@@ -142,7 +146,7 @@ class Buffer(Actor):
             return "duplicate"
         if self._is_stale(group):  # first, for the manifests of old versions are gone
             return "stale"
-        published = {version: self._digest(version) for version in group.digests}
+        published = {version: self.digest(version) for version in group.digests}
         return "" if all(published.values()) and published == group.digests else "unknown"
 
     def _is_stale(self, group: Group) -> bool:
@@ -153,7 +157,10 @@ class Buffer(Actor):
             return self._waiting[id]
         return next((group for groups in self._handed.values() for group in groups if group.id == id), None)
 
-    def _digest(self, version: int) -> str:
+    @idempotent
+    def digest(self, version: Count) -> str:
+        """SHA-256 that this version was published with, which groups must name; empty if it never was, or is too old
+        to be sampled."""
         if version not in self._digests:
             try:
                 self._digests[version] = self._store.policy(version).digest

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import msgspec
 
 from .actor import Actor
+from .asks import Asks, Gate
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
 from .graph import Graph
 from .ref import Ref
@@ -41,8 +42,8 @@ __all__ = ["Proxy", "add_proxy", "build_app"]
 
 WAIT_S = 5.0  # how long a request waits for an actor before the client is told to ask again
 MAX_BODY_BYTES = 64 << 20
-MAX_WAITING_REQUESTS = 256
-MAX_CONNECTIONS = 1024  # beyond it: 503
+MAX_WAITING_REQUESTS = 256  # of machines, each in a thread
+MAX_CONNECTIONS = 4096  # beyond it: 503
 HEADERS_S = 10.0  # how long a new connection may take to make its first request
 BODY_S = 120.0  # and a request to bring its body
 IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
@@ -85,7 +86,9 @@ class Proxy(Actor):
         self._relay = Relay(
             self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
         )
-        app = build_app(self.roles, self.about, read_token(self.token_file), self._ended, self._relay)
+        self._asks = Asks()
+        token = read_token(self.token_file)
+        app = build_app(self.roles, self.about, token, self._ended, self._asks, self._relay)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
@@ -100,11 +103,13 @@ class Proxy(Actor):
     def step(self) -> float | None:
         if not self._thread.is_alive():
             raise RuntimeError("the HTTP server has ended: its output is above")
+        self._asks.look()
         self._relay.look()
         return min(1.0, self.lease_s / 10)
 
     def on_stop(self) -> None:
         self._ended.set()
+        self._asks.stop()
         self._relay.close()
         until = time.monotonic() + FAREWELL_S
         while self._server.server_state.connections and time.monotonic() < until:
@@ -117,7 +122,7 @@ class Proxy(Actor):
         remembered = self.state_folder / "port"
         port = int(remembered.read_text()) if remembered.exists() else self.port
         try:
-            listener = socket.create_server((self.host, port), backlog=256)
+            listener = socket.create_server((self.host, port), backlog=2048)
         except OSError as error:
             mistakes = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
             if error.errno not in mistakes and not isinstance(error, socket.gaierror):
@@ -151,9 +156,10 @@ def _impatient_protocol() -> type[asyncio.Protocol]:
 
 def build_app(
     roles: Mapping[str, type[Actor]], about: dict[str, Any], token: str, ended: threading.Event,
-    relay: Relay | None = None,
+    asks: Asks, relay: Relay | None = None,
 ) -> Starlette:  # fmt: skip
-    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `relay`: of machines that join."""
+    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `asks`: whose `look` is called
+    whenever an answer may have come; `relay`: of machines that join."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
@@ -172,7 +178,7 @@ def build_app(
     for name, actor in roles.items():
         for route, method in actor.http.items():
             verb, path = route.split()
-            routes.append(Route(path, _endpoint(name, actor, method, refuse), methods=[verb]))
+            routes.append(Route(path, _endpoint(name, actor, method, refuse, asks), methods=[verb]))
     return Starlette(routes=routes, lifespan=_lifespan)
 
 
@@ -181,7 +187,7 @@ def _lifespan(app: Starlette) -> Any:
 
     @asynccontextmanager
     async def more_threads(app: Starlette) -> AsyncIterator[None]:
-        # Each request that waits for an actor holds a thread.
+        # Each request of a machine that has joined holds a thread.
         anyio.to_thread.current_default_thread_limiter().total_tokens = MAX_WAITING_REQUESTS
         yield
 
@@ -204,15 +210,15 @@ def _gone() -> Response:
 
 
 def _endpoint(
-    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None]
+    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None], asks: Asks
 ) -> Callable[..., Any]:
-    from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
 
     handler = getattr(actor, method)
     arguments_type = _arguments_type(handler)
     decoder = msgspec.json.Decoder(arguments_type)
     ref: Ref[Any] = Ref(name, WAIT_S)
+    gate = Gate()
 
     async def endpoint(request: Request) -> Response:
         refused = refuse(request)
@@ -228,7 +234,8 @@ def _endpoint(
         except msgspec.DecodeError as error:
             return JSONResponse({"error": str(error)}, status_code=422)
         try:
-            answer = await run_in_threadpool(ref.ask, handler, **msgspec.structs.asdict(arguments))
+            async with gate.entered(len(body), WAIT_S):
+                answer = await asks.ask(ref, handler, **msgspec.structs.asdict(arguments))
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
         except ActorStopped:

@@ -21,6 +21,7 @@ from rolecall.runtime.control import NODE_BITS
 from rolecall.runtime.line import Batch, Done, FarMember, Frame, Heard, Line, Mail, Members
 from rolecall.runtime.link import Dialer
 from rolecall.runtime.page import Memory
+from rolecall.runtime.asks import Asks
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER
@@ -72,7 +73,7 @@ class Door:
         self.relay = Relay(
             "proxy", 1, self.sockets, {"desk": Desk}, ["desk"], self.file, LEASE_S, clock=lambda: self.time
         )
-        self.app = build_app({}, {}, TOKEN, self.ended, self.relay)
+        self.app = build_app({}, {}, TOKEN, self.ended, Asks(), self.relay)
 
     def client(self, failures: list[httpx.Response | Exception] | None = None) -> httpx.Client:
         transport = InProcess(self.app, [] if failures is None else failures)

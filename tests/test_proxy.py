@@ -17,6 +17,7 @@ from rolecall import Actor, ActorDied, ActorStopped, AskTimeout, Finished, Rolec
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
 from rolecall.runtime import proxy
+from rolecall.runtime.asks import Asks
 from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
@@ -74,7 +75,7 @@ class Client:
 
     def __init__(self, role: tuple[str, type[Actor]] = ("desk", Desk)) -> None:
         self.ended = threading.Event()
-        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended)
+        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended, Asks())
         self.headers = httpx.Headers({TOKEN_HEADER: TOKEN})
 
     def request(
