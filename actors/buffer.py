@@ -104,7 +104,10 @@ class Buffer(Actor):
 
     @idempotent
     def take(self, step: Count, groups: Count, version: Count, durable: Count) -> Batch:
-        """As GroupSource says; the groups with the oldest policy first.
+        """Whole groups for optimizer step number `step`, those with the oldest policy first.
+
+        Asked again for a step it gives the same groups, whoever asks, and no group for two steps; until that step is
+        durable (the last in a checkpoint), when its groups are let go. version: the trainer's.
 
         A batch without groups means that stale ones were dropped and there were too few left: ask again.
         Raises Unrecoverable (exit code 2) for more groups than it can hold, ValueError for a step that is

@@ -12,21 +12,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
-import inspect
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .actor import Actor
 from .asks import Asks, Gate
+from .docs import page
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
 from .graph import Graph
+from .openapi import arguments_type, describe
 from .ref import Ref
 from .relay import LEASE_S, Fenced, Relay, Stale
 from .remote import SESSION_HEADER, TOKEN_HEADER, read_token
@@ -47,6 +48,16 @@ MAX_CONNECTIONS = 4096  # beyond it: 503
 HEADERS_S = 10.0  # how long a new connection may take to make its first request
 BODY_S = 120.0  # and a request to bring its body
 IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
+OTHERS = {
+    "GET /healthz": "Whether the proxy is there.",
+    "GET /v1/run": "What the run says of itself: its id, its recipe, and the recipe's settings.",
+    "GET /v1/docs": "This, to read.",
+    "GET /v1/openapi.json": "This, for programs.",
+    "POST /v1/relay": "Frames of a machine that has joined, in a format of its own: `rolecall join` speaks it.",
+    "POST /v1/relay/join": "A machine joins.",
+    "POST /v1/relay/open": "It opens a session.",
+    "POST /v1/relay/leave": "It leaves.",
+}  # routes that no role lists
 FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are still connected
 
 
@@ -173,13 +184,31 @@ def build_app(
     async def run(request: Request) -> Response:
         return refuse(request) or JSONResponse(about)
 
-    routes = [Route("/healthz", healthz), Route("/v1/run", run)]
+    routes = [Route("/healthz", healthz), Route("/v1/run", run), *_documentation(roles)]
     routes += [] if relay is None else _relay_routes(relay, refuse)
     for name, actor in roles.items():
         for route, method in actor.http.items():
             verb, path = route.split()
             routes.append(Route(path, _endpoint(name, actor, method, refuse, asks), methods=[verb]))
     return Starlette(routes=routes, lifespan=_lifespan)
+
+
+def _documentation(roles: Mapping[str, type[Actor]]) -> list[Route]:
+    """Without a token, so that a browser shows it: it tells what the routes take, and nothing of the run."""
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    document = describe(roles, WAIT_S, OTHERS)
+    html, data = page(document).encode(), msgspec.json.encode(document)
+    alone = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+    async def docs(request: Request) -> Response:
+        return Response(html, media_type="text/html", headers=alone)
+
+    async def openapi(request: Request) -> Response:
+        return Response(data, media_type="application/json")
+
+    return [Route("/v1/docs", docs), Route("/v1/openapi.json", openapi)]
 
 
 def _lifespan(app: Starlette) -> Any:
@@ -215,8 +244,8 @@ def _endpoint(
     from starlette.responses import JSONResponse, Response
 
     handler = getattr(actor, method)
-    arguments_type = _arguments_type(handler)
-    decoder = msgspec.json.Decoder(arguments_type)
+    takes = arguments_type(handler)
+    decoder = msgspec.json.Decoder(takes)
     ref: Ref[Any] = Ref(name, WAIT_S)
     gate = Gate()
 
@@ -229,7 +258,7 @@ def _endpoint(
             return body
         try:
             arguments = decoder.decode(body) if body else msgspec.convert(
-                dict(request.query_params), arguments_type, strict=False
+                dict(request.query_params), takes, strict=False
             )  # fmt: skip
         except msgspec.DecodeError as error:
             return JSONResponse({"error": str(error)}, status_code=422)
@@ -328,15 +357,3 @@ async def _read(request: Request) -> bytes | None:
             return None
         chunks.append(chunk)
     return b"".join(chunks)
-
-
-def _arguments_type(handler: Callable[..., Any]) -> type[msgspec.Struct]:
-    """A strict type for the handler's arguments, so that a body is checked before anything sees it."""
-    hints = get_type_hints(handler, include_extras=True)  # a bound of a number is a part of its type
-    fields: list[Any] = []
-    for name, parameter in list(inspect.signature(handler).parameters.items())[1:]:
-        default = () if parameter.default is parameter.empty else (parameter.default,)
-        fields.append((name, hints[name], *default))
-    return msgspec.defstruct(
-        f"{handler.__qualname__} arguments", fields, forbid_unknown_fields=True, kw_only=True
-    )

@@ -17,11 +17,11 @@ from rolecall import Actor, Finished, Unrecoverable
 from rolecall.runtime import link as link_module
 from rolecall.runtime import proxy
 from rolecall.runtime import relay as relay_module
+from rolecall.runtime.asks import Asks
 from rolecall.runtime.control import NODE_BITS
 from rolecall.runtime.line import Batch, Done, FarMember, Frame, Heard, Line, Mail, Members
 from rolecall.runtime.link import Dialer
 from rolecall.runtime.page import Memory
-from rolecall.runtime.asks import Asks
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER

@@ -14,10 +14,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 URL, TOKEN_FILE, TOKENIZER_JSON, NAME = sys.argv[1:]
-HEADERS = {"X-Rolecall-Token": open(TOKEN_FILE).read().strip(), "Content-Type": "application/json"}
-VOCABULARY = json.load(open(TOKENIZER_JSON))["model"]["vocab"]
+HEADERS = {"X-Rolecall-Token": Path(TOKEN_FILE).read_text().strip(), "Content-Type": "application/json"}
+VOCABULARY = json.loads(Path(TOKENIZER_JSON).read_text())["model"]["vocab"]
 END_OF_SEQUENCE = 1
 
 
@@ -34,7 +35,7 @@ def call(verb, path, **body):
                 sys.exit(0)  # the run has ended
             if refusal.code not in (429, 503):
                 sys.exit(f"{verb} {path}: {refusal.code} {refusal.read().decode()}")
-            time.sleep(float(refusal.headers["Retry-After"]))  # not yet: something is full, empty or restarting
+            time.sleep(float(refusal.headers.get("Retry-After", 1)))  # something is full, empty or restarting
             give_up_at = time.monotonic() + 120
         except (OSError, ValueError) as error:  # the network's, or an answer that was cut off
             if time.monotonic() > give_up_at:
@@ -62,7 +63,9 @@ siblings = call("GET", "/v1/run")["config"].get("group_size", 2)
 me = {"worker": NAME, "incarnation": time.time_ns()}  # of two with one name the newer is believed
 number, delivered = 0, {}
 while True:
-    lease = call("POST", "/v1/prompts", **me, lease=number, holding={}, delivered=delivered, count=4, wait=True)
+    lease = call(
+        "POST", "/v1/prompts", **me, lease=number, holding={}, delivered=delivered, count=4, wait=True
+    )
     if lease["finished"]:
         break
     number, version, delivered = lease["number"], lease["version"], {}
