@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ class Asks:
         self._waiting: dict[Answer[Any], tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._stopped = False
 
-    async def ask(self, ref: Ref[Any], message: Callable[..., Any], **arguments: Any) -> Any:
+    async def ask(self, ref: Ref[Any], message: Callable[..., Any], /, **arguments: Any) -> Any:
         """As `Ref.ask`."""
         answer = ref.ask_soon(message, **arguments)
         if not answer.done:
@@ -75,6 +75,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._asks = self._bytes = 0
+        self._shared: dict[str, asyncio.Task[Any]] = {}
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
@@ -96,6 +97,15 @@ class Gate:
             self._asks -= 1
             self._bytes -= size
             self._let_in()
+
+    async def shared(self, key: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What `ask` gives, asked once for all who want the same meanwhile: or a thousand who wait for version 6 would
+        hold up one who has yet to hear of version 5."""
+        task = self._shared.get(key)
+        if task is None:
+            task = self._shared[key] = asyncio.create_task(ask())
+            task.add_done_callback(lambda _: self._shared.pop(key))
+        return await asyncio.shield(task)
 
     def _has_room(self, size: int) -> bool:
         return self._asks < MAX_ASKS and (self._bytes + size <= MAX_BYTES or not self._asks)

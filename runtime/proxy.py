@@ -262,9 +262,14 @@ def _endpoint(
             )  # fmt: skip
         except msgspec.DecodeError as error:
             return JSONResponse({"error": str(error)}, status_code=422)
-        try:
+
+        async def ask() -> Any:
             async with gate.entered(len(body), WAIT_S):
-                answer = await asks.ask(ref, handler, **msgspec.structs.asdict(arguments))
+                return await asks.ask(ref, handler, **msgspec.structs.asdict(arguments))
+
+        try:
+            alike = request.method == "GET" and not body
+            answer = await (gate.shared(str(request.query_params), ask) if alike else ask())
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
         except ActorStopped:
