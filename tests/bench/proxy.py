@@ -7,9 +7,10 @@ p99_ms            of POST /v1/groups, 100 workers that never pause
 rss_flat          the proxy's memory after an hour's worth of groups ÷ before them           goal ≤ 1.1
 cpu_ms_per_group  the proxy's CPU time, with 1, 100 and 1,000 workers                        goal: the same
 
-`alone` has a sink that only counts behind the proxy: it is what the proxy costs. `buffer` has the run's real Buffer, which
-writes each group to disk, and a trainer that takes them out again over HTTP meanwhile, in batches of 64. The echo has the
-proxy's server settings and answers with the body. Workers are connections of one process with a group under way on each.
+`alone` has a sink that only counts behind the proxy: it is what the proxy costs. `buffer` has the run's real Buffer,
+which writes each group to disk, and a trainer that takes them out again over HTTP meanwhile, in batches of 64. The
+echo has the proxy's server settings and answers with the body. Workers are connections of one process with a group
+under way on each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -35,6 +37,7 @@ from rolecall import Actor, Graph, idempotent
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.proxy import IDLE_S, MAX_CONNECTIONS, _impatient_protocol, add_proxy
+from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Ref
 from rolecall.runtime.remote import TOKEN_HEADER
 from rolecall.runtime.store import Store
@@ -72,15 +75,21 @@ class Publisher(Actor):
         self.report(digest=store.publish(files, version=0, step=0, epoch=store.take_epoch()).digest)
 
 
-def build(token_file: Path, *, buffer: bool) -> Graph:
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    token_file: str
+    buffer: bool
+
+
+def build(config: Config) -> Graph:
     graph, weights = Graph("bench"), Store()
     publisher = graph.add("publisher", Publisher, weights=weights)
-    if buffer:
+    if config.buffer:
         prompts: Ref[Any] = Ref(publisher.name)  # which it asks only about what is stale, and nothing is
         graph.add("buffer", Buffer, capacity=CAPACITY, max_staleness=0, prompts=prompts, weights=weights)
     else:
         graph.add("sink", Sink)
-    add_proxy(graph, host="127.0.0.1", port=0, token_file=token_file, about={})
+    add_proxy(graph, host="127.0.0.1", port=0, token_file=Path(config.token_file), about={})
     return graph
 
 
@@ -102,7 +111,7 @@ class Observer:
             self.changed.notify_all()
 
     def on_death(self, name: str, reason: str, restart_in_s: float | None) -> None:
-        raise RuntimeError(f"{name} died: {reason}")
+        print(f"{name} died: {reason}", file=sys.stderr)
 
     def on_dead_letter(self, receiver: str, method: str, reason: str) -> None: ...
 
@@ -254,11 +263,14 @@ def serve_echo(url: Any) -> None:
 
 def with_run(buffer: bool, measure: Callable[[str, int, str], Awaitable[Any]]) -> Any:
     """What `measure` gives for (url, the proxy's pid, the digest) of a run."""
+    file = str(Path(__file__).resolve())
+    recipe = load_recipe(file)  # as the children will: its classes are not this module's own
     with tempfile.TemporaryDirectory() as folder:
         token_file = Path(folder) / "token"
         token_file.write_text(TOKEN)
         observer = Observer()
-        supervisor = Supervisor(build(token_file, buffer=buffer), "run", Path(folder), __file__, observer)
+        graph = recipe.build(recipe.Config(token_file=str(token_file), buffer=buffer))
+        supervisor = Supervisor(graph, "run", Path(folder), file, observer)
         results: list[Any] = []
 
         def clients() -> None:
