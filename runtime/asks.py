@@ -24,16 +24,23 @@ MAX_BYTES = 16 << 20  # of their bodies, unless one alone is larger
 
 
 class Asks:
-    """Asks whose answers requests wait for. `look` and `stop` may be called in any thread."""
+    """Asks whose answers requests wait for. `look` and `stop` may be called in any thread.
 
-    def __init__(self) -> None:
+    sent: called after each ask, which nobody else may be about to send.
+    """
+
+    def __init__(self, sent: Callable[[], None] = lambda: None) -> None:
+        self._sent = sent
         self._waiting: dict[Answer[Any], tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._stopped = False
 
     async def ask(self, ref: Ref[Any], message: Callable[..., Any], /, **arguments: Any) -> Any:
         """As `Ref.ask`."""
+        if self._stopped:
+            raise ActorStopped("the proxy is being stopped")
         answer = ref.ask_soon(message, **arguments)
         if not answer.done:
+            self._sent()
             await self._wait(answer, ref)
         return answer.result()
 

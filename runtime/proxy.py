@@ -28,7 +28,7 @@ from .docs import page
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
 from .graph import Graph
 from .openapi import arguments_type, describe
-from .ref import Ref
+from .ref import Ref, bound_transport
 from .relay import LEASE_S, Fenced, Relay, Stale
 from .remote import SESSION_HEADER, TOKEN_HEADER, read_token
 
@@ -77,7 +77,7 @@ def add_proxy(
 
 
 class Proxy(Actor):
-    """Serves HTTP in a thread of its own; its handlers ask the other actors like anybody else."""
+    """Serves HTTP in its steps, so that requests and answers need no threads: each step is over when there is mail."""
 
     preloads = ("starlette.applications", "uvicorn")
     stop_timeout_s = FAREWELL_S + 5.0
@@ -97,7 +97,9 @@ class Proxy(Actor):
         self._relay = Relay(
             self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
         )
-        self._asks = Asks()
+        self._loop = asyncio.new_event_loop()
+        self._loop.add_reader(bound_transport(), self._loop.stop)  # type: ignore[arg-type]  an Endpoint
+        self._asks = Asks(sent=self._loop.stop)
         token = read_token(self.token_file)
         app = build_app(self.roles, self.about, token, self._ended, self._asks, self._relay)
         self._socket = self._listen()
@@ -107,26 +109,36 @@ class Proxy(Actor):
             limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
         )  # fmt: skip
         self._server: uvicorn.Server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
-        self._thread.start()
+        # Not `serve`, which would take this process's signals.
+        self._serving = self._loop.create_task(self._server._serve([self._socket]))
+        self._look_at = 0.0
         self.report(url=f"http://{host}:{port}")
 
     def step(self) -> float | None:
-        if not self._thread.is_alive():
+        if self._serving.done():
             raise RuntimeError("the HTTP server has ended: its output is above")
         self._asks.look()
-        self._relay.look()
-        return min(1.0, self.lease_s / 10)
+        if time.monotonic() >= self._look_at:
+            self._relay.look()
+            self._look_at = time.monotonic() + min(1.0, self.lease_s / 10)
+        pause = self._loop.call_at(self._look_at, self._loop.stop)
+        self._loop.run_forever()
+        pause.cancel()
+        return 0.0
 
     def on_stop(self) -> None:
         self._ended.set()
+        self._loop.remove_reader(bound_transport())  # type: ignore[arg-type]
         self._asks.stop()
         self._relay.close()
+        self._loop.run_until_complete(self._say_goodbye())
+
+    async def _say_goodbye(self) -> None:
         until = time.monotonic() + FAREWELL_S
         while self._server.server_state.connections and time.monotonic() < until:
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
         self._server.should_exit = True
-        self._thread.join(timeout=3.0)
+        await asyncio.wait({self._serving}, timeout=3.0)
 
     def _listen(self) -> socket.socket:
         # After a restart clients must find it where it was, also when the port was chosen by the system.
@@ -256,20 +268,21 @@ def _endpoint(
         body = await _body(request)
         if isinstance(body, Response):
             return body
-        try:
-            arguments = decoder.decode(body) if body else msgspec.convert(
-                dict(request.query_params), takes, strict=False
-            )  # fmt: skip
-        except msgspec.DecodeError as error:
-            return JSONResponse({"error": str(error)}, status_code=422)
+        query = request.query_params
 
         async def ask() -> Any:
             async with gate.entered(len(body), WAIT_S):
+                # Only now: those in line are bytes, not objects of many times their size.
+                arguments = (
+                    decoder.decode(body) if body else msgspec.convert(dict(query), takes, strict=False)
+                )
                 return await asks.ask(ref, handler, **msgspec.structs.asdict(arguments))
 
         try:
             alike = request.method == "GET" and not body
-            answer = await (gate.shared(str(request.query_params), ask) if alike else ask())
+            answer = await (gate.shared(str(query), ask) if alike else ask())
+        except msgspec.DecodeError as error:
+            return JSONResponse({"error": str(error)}, status_code=422)
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
         except ActorStopped:
