@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from .errors import ActorStopped, AskTimeout
@@ -24,14 +25,14 @@ MAX_BYTES = 16 << 20  # of their bodies, unless one alone is larger
 
 
 class Asks:
-    """Asks whose answers requests wait for. `look` and `stop` may be called in any thread.
+    """Asks whose answers requests wait for, all in the thread of one event loop.
 
     sent: called after each ask, which nobody else may be about to send.
     """
 
     def __init__(self, sent: Callable[[], None] = lambda: None) -> None:
         self._sent = sent
-        self._waiting: dict[Answer[Any], tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
+        self._waiting: dict[Answer[Any], asyncio.Future[None]] = {}
         self._stopped = False
 
     async def ask(self, ref: Ref[Any], message: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -41,40 +42,28 @@ class Asks:
         answer = ref.ask_soon(message, **arguments)
         if not answer.done:
             self._sent()
-            await self._wait(answer, ref)
-        return answer.result()
-
-    async def _wait(self, answer: Answer[Any], ref: Ref[Any]) -> None:
-        loop = asyncio.get_running_loop()
-        woken = loop.create_future()
-        self._waiting[answer] = loop, woken
-        try:
-            # Only now: what came before it was entered woke nobody.
-            if not answer.done and not self._stopped:
-                await asyncio.wait({woken}, timeout=ref.timeout_s)
-        finally:
-            del self._waiting[answer]
-        if not answer.done:
-            if self._stopped:
-                raise ActorStopped("the proxy is being stopped")
-            raise AskTimeout(f"no answer from {ref.name} within the deadline")
+            woken = self._waiting[answer] = asyncio.get_running_loop().create_future()
+            try:
+                await _within(ref.timeout_s, woken)
+            finally:
+                del self._waiting[answer]
+        if answer.done:
+            return answer.result()
+        if self._stopped:
+            raise ActorStopped("the proxy is being stopped")
+        raise AskTimeout(f"no answer from {ref.name} within the deadline")
 
     def look(self) -> None:
         """Wake those whose answer has come."""
-        self._wake(lambda answer: answer.done)
+        for answer, woken in self._waiting.items():
+            if answer.done:
+                _settle(woken)
 
     def stop(self) -> None:
         """Nobody waits here any longer: they raise ActorStopped."""
         self._stopped = True
-        self._wake(lambda answer: True)
-
-    def _wake(self, which: Callable[[Answer[Any]], bool]) -> None:
-        ready: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for answer, (loop, woken) in list(self._waiting.items()):
-            if which(answer):
-                ready.setdefault(loop, []).append(woken)
-        for loop, futures in ready.items():
-            loop.call_soon_threadsafe(_settle, futures)
+        for woken in self._waiting.values():
+            _settle(woken)
 
 
 class Gate:
@@ -83,16 +72,16 @@ class Gate:
     def __init__(self) -> None:
         self._asks = self._bytes = 0
         self._shared: dict[str, asyncio.Task[Any]] = {}
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._line: deque[_Place] = deque()
 
     @asynccontextmanager
     async def entered(self, size: int, timeout_s: float) -> AsyncIterator[None]:
         """size: bytes of its body. Raises AskTimeout if its turn does not come in time."""
         if self._line or not self._has_room(size):
-            place = size, asyncio.get_running_loop().create_future()
+            place = _Place(size, asyncio.get_running_loop().create_future())
             self._line.append(place)
-            await asyncio.wait({place[1]}, timeout=timeout_s)
-            if not place[1].done():
+            await _within(timeout_s, place.turn)
+            if not place.entered:
                 self._line.remove(place)
                 self._let_in()  # it may have been too large for the room there is
                 raise AskTimeout(f"{len(self._line)} others are in line")
@@ -122,13 +111,29 @@ class Gate:
         self._bytes += size
 
     def _let_in(self) -> None:
-        while self._line and self._has_room(self._line[0][0]):
-            size, turn = self._line.popleft()
-            self._enter(size)
-            turn.set_result(None)
+        while self._line and self._has_room(self._line[0].size):
+            place = self._line.popleft()
+            self._enter(place.size)
+            place.entered = True
+            _settle(place.turn)
 
 
-def _settle(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+@dataclass(eq=False, slots=True)
+class _Place:
+    """In the line."""
+
+    size: int
+    turn: asyncio.Future[None]
+    entered: bool = False
+
+
+async def _within(timeout_s: float, future: asyncio.Future[None]) -> None:
+    """Wait for the future, which is settled if the time is over."""
+    timer = asyncio.get_running_loop().call_later(timeout_s, _settle, future)
+    await future
+    timer.cancel()
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -50,7 +50,7 @@ def test_each_gets_the_answer_to_its_own_ask(actor: Later):
         await asyncio.sleep(0)
         for number in (2, 0):
             actor.come(number, number)
-        await asyncio.to_thread(waiting.look)
+        waiting.look()
         done, _ = await asyncio.wait(tasks[::2])
         assert len(done) == 2 and not tasks[1].done()
         actor.come(1, 1)
