@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
     async def open(url: str) -> Connection:
         where = urlsplit(url)
         loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Connection, where.hostname, where.port))[1]
+        return (await loop.create_connection(Connection, str(where.hostname), where.port or 80))[1]
 
 
 def request(verb: str, path: str, body: bytes = b"") -> bytes:
