@@ -60,7 +60,11 @@ class Buffer(Actor):
     prompts of the others are lent again.
     """
 
-    http: ClassVar = {"POST /v1/groups": "put", "GET /v1/batch": "take"}
+    http: ClassVar = {
+        "POST /v1/groups": "put",
+        "GET /v1/batch": "take",
+        "GET /v1/policy/digest": "digest",
+    }
 
     def __init__(
         self, *, capacity: int, max_staleness: int, prompts: Ref[PromptSource], weights: Store
@@ -105,7 +109,10 @@ class Buffer(Actor):
 
     @idempotent
     def take(self, step: Count, groups: Count, version: Count, durable: Count) -> Batch:
-        """As GroupSource says; the groups with the oldest policy first.
+        """Whole groups for optimizer step number `step`, those with the oldest policy first.
+
+        Asked again for a step it gives the same groups, whoever asks, and no group for two steps; until that step is
+        durable (the last in a checkpoint), when its groups are let go. version: the trainer's.
 
         A batch without groups means that stale ones were dropped and there were too few left: ask again.
         Raises Unrecoverable (exit code 2) for more groups than it can hold, ValueError for a step that is
@@ -149,7 +156,7 @@ class Buffer(Actor):
             return "duplicate"
         if self._is_stale(group):  # first, for the manifests of old versions are gone
             return "stale"
-        published = {version: self._digest(version) for version in group.digests}
+        published = {version: self.digest(version) for version in group.digests}
         return "" if all(published.values()) and published == group.digests else "unknown"
 
     def _is_stale(self, group: Group) -> bool:
@@ -182,7 +189,10 @@ class Buffer(Actor):
             return self._waiting[id]
         return next((group for groups in self._handed.values() for group in groups if group.id == id), None)
 
-    def _digest(self, version: int) -> str:
+    @idempotent
+    def digest(self, version: Count) -> str:
+        """SHA-256 that this version was published with, which groups must name; empty if it never was, or is too old
+        to be sampled."""
         if version not in self._digests:
             try:
                 self._digests[version] = self._store.policy(version).digest

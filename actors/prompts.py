@@ -106,7 +106,7 @@ class PromptSource(Actor):
         self.rows = load_dataset(self.dataset, seed=self.seed)
         self.rows[0]  # an empty or broken data set is found now
         self._file: Path = self.state_folder / "ledger.json"
-        self.ledger = _Ledger()
+        self.ledger, self._saved = _Ledger(), b""
         if self._file.exists():
             self.ledger = msgspec.json.decode(self._file.read_bytes(), type=_Ledger)
             for loan in self.ledger.loans.values():
@@ -261,4 +261,7 @@ class PromptSource(Actor):
 
     def _save(self) -> None:
         """Before the answer leaves: a restarted prompt source must know what it has lent."""
-        write_whole(self._file, msgspec.json.encode(self.ledger))
+        ledger = msgspec.json.encode(self.ledger)
+        if ledger != self._saved:  # those who wait for a prompt say the same again and again
+            write_whole(self._file, ledger)
+            self._saved = ledger

@@ -56,6 +56,13 @@ class Child(Slot):
         """What others are told of it."""
         return Member(self.name, self.role.name, self.incarnation, STATES[self.state], self.reason)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that it has for itself."""
+        if not self.role.gpus:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": self.role.gpus[self.role.members.index(self.name)]}
+
     def adopt(self, pid: int) -> None:
         self.pid, self.pidfd, self.hung = pid, os.pidfd_open(pid), ""
         if self.state == "spawning":  # otherwise it was up before the fork server's word was read

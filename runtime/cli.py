@@ -97,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     join = _with_runs(command("join", _join, "add this machine's rollout workers to a run"))
     join.add_argument("url", help="the run's proxy, as http://host:port")
     join.add_argument("--token-file", type=Path, required=True, help="a copy of the run's token file")
-    join.add_argument("--workers", type=int, default=1, help="how many (default: 1)")
+    join.add_argument("--workers", type=int, help="how many (default: 1, or one for each GPU of --gpus)")
+    join.add_argument(
+        "--gpus", default="", help="give each worker one: how many there are, or which, as in 0,1,3"
+    )
+    join.add_argument("--engine", help="what they sample with here, instead of the run's own setting")
+    join.add_argument("--engine-python", help="the interpreter they run in here")
     launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
     add_launch_commands(launch)
     return parser
@@ -112,10 +117,10 @@ def _run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
     config = configure(recipe, options.recipe, options.set)
     graph = _build(recipe, options.recipe, config)
-    absent = ", ".join(role.name for role in graph if not role.replicas)
+    absent = [role.name for role in graph if not role.replicas]
     if absent and not options.proxy:
         raise Unrecoverable(
-            f"nobody would do {absent}: ask for at least one here, or let other machines join, with --proxy",
+            f"nobody would do {', '.join(absent)}: ask for at least one here, or let other machines join, with --proxy",
             exit_code=2,
         )
     name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
@@ -123,7 +128,7 @@ def _run(options: argparse.Namespace) -> int:
     run = create_run(options.runs, name, dataclasses.asdict(config))
     if address:
         _add_proxy(graph, run, *address)
-    console = Console(run, recipe, to_stderr=options.json)
+    console = Console(run, recipe, to_stderr=options.json, awaited=absent)
     with console:
         outcome = _supervise(graph, run, name, console)
     if outcome.exit_code:
@@ -254,9 +259,16 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from .join import prepare
+    from .join import chosen_gpus, prepare
 
-    joining = prepare(options.url.rstrip("/"), options.token_file.resolve(), options.workers, options.runs)
+    joining = prepare(
+        options.url.rstrip("/"),
+        options.token_file.resolve(),
+        options.runs,
+        gpus=chosen_gpus(options.gpus),
+        workers=options.workers,
+        settings={"engine": options.engine, "engine_python": options.engine_python},
+    )
     with Console(joining.run, joining.recipe) as console:
         outcome = _supervise(
             joining.graph,

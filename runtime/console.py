@@ -53,11 +53,14 @@ class Console:
     """Observes a run, shows it, and writes everything observed to events.jsonl.
 
     The recipe's `outcome.progress(reports)`, if it has one, makes the line from each actor's newest report.
-    Nothing that goes wrong in showing ends the run.
+    awaited: roles that only machines that join run. Nothing that goes wrong in showing ends the run.
     """
 
-    def __init__(self, run: RunFolder, recipe: ModuleType, *, to_stderr: bool = False) -> None:
-        self.run, self.recipe = run, recipe
+    def __init__(
+        self, run: RunFolder, recipe: ModuleType, *, to_stderr: bool = False, awaited: Sequence[str] = ()
+    ) -> None:
+        self.run, self.recipe, self.awaited = run, recipe, awaited
+        self._join, self._machines = "", -1
         self.reports: dict[str, dict[str, Any]] = {}
         self._states: dict[str, str] = {}
         # Paths and reasons are printed as they are: to rich, "[/INST]" would be markup.
@@ -86,9 +89,11 @@ class Console:
         self.reports[name] = values
         self._note(name, "report", values=values)
         if name == PROXY and "url" in values:
-            self._print(
-                f"other machines join with: rolecall join {values['url']} --token-file {self.run.path / 'token'}"
-            )
+            self._join = f"rolecall join {values['url']} --token-file {self.run.path / 'token'}"
+            if not self.awaited:
+                self._print(f"other machines join with: {self._join}")
+        if name == PROXY and "machines" in values:
+            self._say_who_is_missing(len(values["machines"]))
         self._refresh()
 
     def on_state(self, name: str, state: str) -> None:
@@ -105,6 +110,14 @@ class Console:
 
     def on_dead_letter(self, receiver: str, method: str, reason: str) -> None:
         self._note(receiver, "dead_letter", method=method, reason=reason)
+
+    def _say_who_is_missing(self, machines: int) -> None:
+        """When it begins, and when the last machine has left: a run that waits would look like one that hangs."""
+        if self.awaited and machines == 0 and self._machines != 0:
+            what = "no {} worker yet" if self._machines < 0 else "the last {} worker has left"
+            roles = " or ".join(self.awaited)
+            self._print(f"{what.format(roles)}: waiting for a machine to join with: {self._join}")
+        self._machines = machines
 
     # --- showing -----------------------------------------------------------------------------------------
 

@@ -87,6 +87,10 @@ class Endpoint:
 
     now_ns = staticmethod(time.monotonic_ns)  # called for every message
 
+    def fileno(self) -> int:
+        """Readable while there is something to let in, which `wait` does."""
+        return self._poller.fileno()
+
     # --- sending -----------------------------------------------------------------------------------------
 
     def replicas(self, name: str) -> Sequence[str]:

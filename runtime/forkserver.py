@@ -6,8 +6,8 @@ If an import has started others, an actor's class says that it is not `fork_safe
 of its own, the child replaces itself by a fresh interpreter, and says so in its log.
 
 Requests and replies are JSON datagrams on a socket pair:
-    {"name", "spec", "log", "preloads", "fresh", "python"}  →  {"name", "pid"}
-        fresh: why not a fork; empty: a fork. python: whose path the fresh interpreter has
+    {"name", "spec", "log", "preloads", "fresh", "python", "environment"}  →  {"name", "pid"}
+        fresh: why not a fork; empty: a fork. python: whose path the fresh interpreter has. environment: of its own
     {"forget": pid}                         its session is gone: the number may soon be somebody else's
 Each actor is forked twice, so that it becomes a child of the supervisor (a subreaper). It goes on only when the
 reply has been sent, so there is none that the supervisor can't know of; then it leads its own session, and
@@ -267,6 +267,7 @@ def _be_actor(request: dict[str, Any], supervisor: int) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        os.environ.update(request["environment"])
         if request["fresh"]:
             _note(request)
             # All that was set up above survives it, the tie to the supervisor too.

@@ -55,6 +55,7 @@ class Role:
     elastic: bool = False
     restart: Restart = Restart.TRANSIENT
     python: str = ""
+    gpus: tuple[str, ...] = ()  # of each replica the one it sees; empty: all see what there is
 
     @property
     def members(self) -> list[str]:
@@ -189,13 +190,13 @@ class Graph:
             here += [other for other in wired if not self._roles[other].actor.http and other not in here]
         return here[len(elastic) :]
 
-    def add_part_for_joining(self, to: Graph, replicas: int) -> None:
+    def add_part_for_joining(self, to: Graph, replicas: int, gpus: tuple[str, ...] = ()) -> None:
         """Add to another graph what a machine that joins runs: the elastic roles, each with so many replicas, and the
-        private parts."""
+        private parts. gpus: for each replica the one that it alone sees, as in CUDA_VISIBLE_DEVICES."""
         here = [*self.private_parts(), *(role.name for role in self if role.elastic)]
         for role in self:
             if role.name in here:
-                to._roles[role.name] = replace(role, replicas=replicas) if role.elastic else role
+                to._roles[role.name] = replace(role, replicas=replicas, gpus=gpus) if role.elastic else role
         for subtree in self.subtrees:
             roles = tuple(name for name in subtree.roles if name in here)
             to.subtrees += [replace(subtree, roles=roles)] if roles else []

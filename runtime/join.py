@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from .errors import Unrecoverable
 from .graph import Graph
@@ -15,7 +18,9 @@ from .relay import Joined
 from .remote import fetch_about
 from .runs import RunFolder, create_run
 
-__all__ = ["Joining", "part_of", "prepare"]
+__all__ = ["Joining", "chosen_gpus", "part_of", "prepare"]
+
+MAX_GPUS = 128  # of one machine
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,30 @@ class Joining:
     number: int
 
 
-def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
+def prepare(
+    url: str,
+    token_file: Path,
+    root: Path,
+    *,
+    workers: int | None = None,
+    gpus: tuple[str, ...] = (),
+    settings: Mapping[str, str | None] = MappingProxyType({}),
+) -> Joining:
     """Ask the run at `url` what it is, and make ready to run `workers` of its elastic roles here.
 
+    workers: None: one, or one for each of `gpus`, of which each then sees its own. settings: of the run's Config
+    what is otherwise on this machine; None: as the run has it.
     Raises Unrecoverable (exit code 2) if it can't be reached, refuses the token, has no elastic role, keeps
-    its weights in a folder of its own machine, or its recipe is not installed here.
+    its weights in a folder of its own machine, its recipe is not installed here, or has no such setting.
     """
+    workers = workers if workers is not None else max(1, len(gpus))
     if workers < 1:
         raise Unrecoverable(f"--workers {workers}: at least one", exit_code=2)
+    if gpus and workers > len(gpus):
+        raise Unrecoverable(
+            f"--workers {workers} with --gpus {','.join(gpus)}: each needs one of its own: name more or start fewer",
+            exit_code=2,
+        )
     try:
         about = fetch_about(url, token_file)
         name, config = about["recipe"], about["config"]
@@ -57,6 +78,7 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
             exit_code=2,
         )
     recipe = load_recipe(name)
+    config |= _own_settings(recipe, name, settings)
     try:
         whole = recipe.build(recipe.Config(**config))
     except (TypeError, ValueError) as error:
@@ -70,11 +92,44 @@ def prepare(url: str, token_file: Path, workers: int, root: Path) -> Joining:
     # The store's keys are below the run's id, so this machine's folder takes the run's own.
     run = create_run(root, f"join-{name}", config, id=about["run"])
     joined = join(url, token_file, socket.gethostname())
-    graph = part_of(whole, workers, joined, url, token_file)
+    graph = part_of(whole, workers, joined, url, token_file, gpus[:workers])
     return Joining(graph, run, recipe, name, joined.name, joined.number)
 
 
-def part_of(whole: Graph, workers: int, joined: Joined, url: str, token_file: Path) -> Graph:
+def chosen_gpus(text: str) -> tuple[str, ...]:
+    """What --gpus means, in CUDA's own names: the first so many of those that this process sees, or those named.
+
+    Raises Unrecoverable (exit code 2) for what is neither, or more than there are to see.
+    """
+    if not text.isdecimal():
+        names = tuple(filter(None, text.split(",")))
+        if any(name != name.strip() or names.count(name) > 1 for name in names):
+            raise Unrecoverable(f"--gpus {text}: write how many, or each once, as in 0,1,3", exit_code=2)
+        return names
+    count, seen = int(text), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = tuple(map(str, range(min(count, MAX_GPUS))) if seen is None else seen.split(",")[:count])
+    if count < 1 or len(names) < count or "" in names:
+        raise Unrecoverable(
+            f"--gpus {text}: at least one, and no more than there are (CUDA_VISIBLE_DEVICES is {seen!r})",
+            exit_code=2,
+        )
+    return names
+
+
+def _own_settings(recipe: ModuleType, name: str, settings: Mapping[str, str | None]) -> dict[str, str]:
+    own = {key: value for key, value in settings.items() if value is not None}
+    fields = [field.name for field in dataclasses.fields(recipe.Config)]
+    for key in own:
+        if key not in fields:
+            raise Unrecoverable(
+                f"--{key.replace('_', '-')}: recipe {name} has no setting {key!r}: leave it out", exit_code=2
+            )
+    return own
+
+
+def part_of(
+    whole: Graph, workers: int, joined: Joined, url: str, token_file: Path, gpus: tuple[str, ...] = ()
+) -> Graph:
     """What a machine that has joined runs of a graph, until the run is over."""
     graph = Graph(
         whole.name, strategy=whole.strategy, max_restarts=whole.max_restarts, within_s=whole.within_s
@@ -85,5 +140,5 @@ def part_of(whole: Graph, workers: int, joined: Joined, url: str, token_file: Pa
     )  # fmt: skip
     graph.supervise(link)  # its deaths take nobody down
     graph.until(link)
-    whole.add_part_for_joining(graph, workers)
+    whole.add_part_for_joining(graph, workers, gpus)
     return graph

@@ -12,21 +12,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
-import inspect
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .actor import Actor
+from .asks import Asks, Gate
+from .docs import page
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
 from .graph import Graph
-from .ref import Ref
+from .openapi import arguments_type, describe
+from .ref import Ref, bound_transport
 from .relay import LEASE_S, Fenced, Relay, Stale
 from .remote import SESSION_HEADER, TOKEN_HEADER, read_token
 
@@ -41,11 +43,21 @@ __all__ = ["Proxy", "add_proxy", "build_app"]
 
 WAIT_S = 5.0  # how long a request waits for an actor before the client is told to ask again
 MAX_BODY_BYTES = 64 << 20
-MAX_WAITING_REQUESTS = 256
-MAX_CONNECTIONS = 1024  # beyond it: 503
+MAX_WAITING_REQUESTS = 256  # of machines, each in a thread
+MAX_CONNECTIONS = 4096  # beyond it: 503
 HEADERS_S = 10.0  # how long a new connection may take to make its first request
 BODY_S = 120.0  # and a request to bring its body
 IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
+OTHERS = {
+    "GET /healthz": "Whether the proxy is there.",
+    "GET /v1/run": "What the run says of itself: its id, its recipe, and the recipe's settings.",
+    "GET /v1/docs": "This, to read.",
+    "GET /v1/openapi.json": "This, for programs.",
+    "POST /v1/relay": "Frames of a machine that has joined, in a format of its own: `rolecall join` speaks it.",
+    "POST /v1/relay/join": "A machine joins.",
+    "POST /v1/relay/open": "It opens a session.",
+    "POST /v1/relay/leave": "It leaves.",
+}  # routes that no role lists
 FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are still connected
 
 
@@ -65,7 +77,7 @@ def add_proxy(
 
 
 class Proxy(Actor):
-    """Serves HTTP in a thread of its own; its handlers ask the other actors like anybody else."""
+    """Serves HTTP in its steps, so that requests and answers need no threads: each step is over when there is mail."""
 
     preloads = ("starlette.applications", "uvicorn")
     stop_timeout_s = FAREWELL_S + 5.0
@@ -85,7 +97,11 @@ class Proxy(Actor):
         self._relay = Relay(
             self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
         )
-        app = build_app(self.roles, self.about, read_token(self.token_file), self._ended, self._relay)
+        self._loop = asyncio.new_event_loop()
+        self._loop.add_reader(bound_transport(), self._loop.stop)  # type: ignore[arg-type]  an Endpoint
+        self._asks = Asks(sent=self._loop.stop)
+        token = read_token(self.token_file)
+        app = build_app(self.roles, self.about, token, self._ended, self._asks, self._relay)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
@@ -93,31 +109,47 @@ class Proxy(Actor):
             limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
         )  # fmt: skip
         self._server: uvicorn.Server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
-        self._thread.start()
+        # Not `serve`, which would take this process's signals.
+        self._serving = self._loop.create_task(self._server._serve([self._socket]))
+        self._look_at = 0.0
         self.report(url=f"http://{host}:{port}")
+        self._machines: list[str] | None = None
 
     def step(self) -> float | None:
-        if not self._thread.is_alive():
+        if self._serving.done():
             raise RuntimeError("the HTTP server has ended: its output is above")
-        self._relay.look()
-        return min(1.0, self.lease_s / 10)
+        self._asks.look()
+        if time.monotonic() >= self._look_at:
+            self._relay.look()
+            if self._machines != (machines := self._relay.machines):
+                self._machines = machines
+                self.report(machines=machines)
+            self._look_at = time.monotonic() + min(1.0, self.lease_s / 10)
+        pause = self._loop.call_at(self._look_at, self._loop.stop)
+        self._loop.run_forever()
+        pause.cancel()
+        return 0.0
 
     def on_stop(self) -> None:
         self._ended.set()
+        self._loop.remove_reader(bound_transport())  # type: ignore[arg-type]
+        self._asks.stop()
         self._relay.close()
+        self._loop.run_until_complete(self._say_goodbye())
+
+    async def _say_goodbye(self) -> None:
         until = time.monotonic() + FAREWELL_S
         while self._server.server_state.connections and time.monotonic() < until:
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
         self._server.should_exit = True
-        self._thread.join(timeout=3.0)
+        await asyncio.wait({self._serving}, timeout=3.0)
 
     def _listen(self) -> socket.socket:
         # After a restart clients must find it where it was, also when the port was chosen by the system.
         remembered = self.state_folder / "port"
         port = int(remembered.read_text()) if remembered.exists() else self.port
         try:
-            listener = socket.create_server((self.host, port), backlog=256)
+            listener = socket.create_server((self.host, port), backlog=2048)
         except OSError as error:
             mistakes = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
             if error.errno not in mistakes and not isinstance(error, socket.gaierror):
@@ -151,9 +183,10 @@ def _impatient_protocol() -> type[asyncio.Protocol]:
 
 def build_app(
     roles: Mapping[str, type[Actor]], about: dict[str, Any], token: str, ended: threading.Event,
-    relay: Relay | None = None,
+    asks: Asks, relay: Relay | None = None,
 ) -> Starlette:  # fmt: skip
-    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `relay`: of machines that join."""
+    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `asks`: whose `look` is called
+    whenever an answer may have come; `relay`: of machines that join."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
@@ -167,13 +200,31 @@ def build_app(
     async def run(request: Request) -> Response:
         return refuse(request) or JSONResponse(about)
 
-    routes = [Route("/healthz", healthz), Route("/v1/run", run)]
+    routes = [Route("/healthz", healthz), Route("/v1/run", run), *_documentation(roles)]
     routes += [] if relay is None else _relay_routes(relay, refuse)
     for name, actor in roles.items():
         for route, method in actor.http.items():
             verb, path = route.split()
-            routes.append(Route(path, _endpoint(name, actor, method, refuse), methods=[verb]))
+            routes.append(Route(path, _endpoint(name, actor, method, refuse, asks), methods=[verb]))
     return Starlette(routes=routes, lifespan=_lifespan)
+
+
+def _documentation(roles: Mapping[str, type[Actor]]) -> list[Route]:
+    """Without a token, so that a browser shows it: it tells what the routes take, and nothing of the run."""
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    document = describe(roles, WAIT_S, OTHERS)
+    html, data = page(document).encode(), msgspec.json.encode(document)
+    alone = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+    async def docs(request: Request) -> Response:
+        return Response(html, media_type="text/html", headers=alone)
+
+    async def openapi(request: Request) -> Response:
+        return Response(data, media_type="application/json")
+
+    return [Route("/v1/docs", docs), Route("/v1/openapi.json", openapi)]
 
 
 def _lifespan(app: Starlette) -> Any:
@@ -181,7 +232,7 @@ def _lifespan(app: Starlette) -> Any:
 
     @asynccontextmanager
     async def more_threads(app: Starlette) -> AsyncIterator[None]:
-        # Each request that waits for an actor holds a thread.
+        # Each request of a machine that has joined holds a thread.
         anyio.to_thread.current_default_thread_limiter().total_tokens = MAX_WAITING_REQUESTS
         yield
 
@@ -204,15 +255,15 @@ def _gone() -> Response:
 
 
 def _endpoint(
-    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None]
+    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None], asks: Asks
 ) -> Callable[..., Any]:
-    from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
 
     handler = getattr(actor, method)
-    arguments_type = _arguments_type(handler)
-    decoder = msgspec.json.Decoder(arguments_type)
+    takes = arguments_type(handler)
+    decoder = msgspec.json.Decoder(takes)
     ref: Ref[Any] = Ref(name, WAIT_S)
+    gate = Gate()
 
     async def endpoint(request: Request) -> Response:
         refused = refuse(request)
@@ -221,14 +272,21 @@ def _endpoint(
         body = await _body(request)
         if isinstance(body, Response):
             return body
+        query = request.query_params
+
+        async def ask() -> Any:
+            async with gate.entered(len(body), WAIT_S):
+                # Only now: those in line are bytes, not objects of many times their size.
+                arguments = (
+                    decoder.decode(body) if body else msgspec.convert(dict(query), takes, strict=False)
+                )
+                return await asks.ask(ref, handler, **msgspec.structs.asdict(arguments))
+
         try:
-            arguments = decoder.decode(body) if body else msgspec.convert(
-                dict(request.query_params), arguments_type, strict=False
-            )  # fmt: skip
+            alike = request.method == "GET" and not body
+            answer = await (gate.shared(str(query), ask) if alike else ask())
         except msgspec.DecodeError as error:
             return JSONResponse({"error": str(error)}, status_code=422)
-        try:
-            answer = await run_in_threadpool(ref.ask, handler, **msgspec.structs.asdict(arguments))
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
         except ActorStopped:
@@ -321,15 +379,3 @@ async def _read(request: Request) -> bytes | None:
             return None
         chunks.append(chunk)
     return b"".join(chunks)
-
-
-def _arguments_type(handler: Callable[..., Any]) -> type[msgspec.Struct]:
-    """A strict type for the handler's arguments, so that a body is checked before anything sees it."""
-    hints = get_type_hints(handler, include_extras=True)  # a bound of a number is a part of its type
-    fields: list[Any] = []
-    for name, parameter in list(inspect.signature(handler).parameters.items())[1:]:
-        default = () if parameter.default is parameter.empty else (parameter.default,)
-        fields.append((name, hints[name], *default))
-    return msgspec.defstruct(
-        f"{handler.__qualname__} arguments", fields, forbid_unknown_fields=True, kw_only=True
-    )

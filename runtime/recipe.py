@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -37,7 +38,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> ModuleType:
-    """The module of a recipe, by the name of one that comes with the package or by the path of a file.
+    """The module of a recipe: the name of one that comes with the package, a module's dotted name, or a file's path.
 
     A file gets a module name made from its path, so every process that loads it has the same classes.
     Its own folder comes last in sys.path, so it may import its siblings and shadows nobody.
@@ -47,12 +48,14 @@ def load_recipe(name: str) -> ModuleType:
         module = _load_file(Path(name).resolve())
     elif name in recipe_names():
         module = importlib.import_module(f"rolecall.recipes.{name}")
+    elif re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", name, re.ASCII):
+        module = _import(name)
     else:
         close = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise Unrecoverable(
             f"there is no recipe {name!r}{hint} There are: {', '.join(recipe_names())}, or give the path of a "
-            ".py file",
+            ".py file or the dotted name of a module",
             exit_code=2,
         )
     for part in ("Config", "build"):
@@ -63,6 +66,16 @@ def load_recipe(name: str) -> ModuleType:
             f"recipe {name}: its Config is no dataclass: put @dataclass above it", exit_code=2
         )
     return module
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise Unrecoverable(
+            f"recipe {name} can't be imported ({type(error).__name__}: {error}): install its package here",
+            exit_code=2,
+        ) from error
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from .errors import RolecallError
 
-__all__ = ["Answer", "Ref", "Transport", "bind_transport", "only_one"]
+__all__ = ["Answer", "Ref", "Transport", "bind_transport", "bound_transport", "only_one"]
 
 A = TypeVar("A", covariant=True)
 P = ParamSpec("P")
@@ -80,7 +80,7 @@ class Ref(Generic[A]):
         (this ref's, or the asker's own if that is nearer); ActorStopped if either side is stopping;
         DeadlockError if the one asked is waiting for this answer.
         """
-        return _transport().ask([self.name], Call.of(message, args, kwargs), self.timeout_s)[0]
+        return bound_transport().ask([self.name], Call.of(message, args, kwargs), self.timeout_s)[0]
 
     def ask_soon(
         self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
@@ -92,29 +92,29 @@ class Ref(Generic[A]):
 
         The deadline counts from now. An actor can also go on: when the answer is there, its `step` is called.
         """
-        return _transport().ask_soon(self.name, Call.of(message, args, kwargs), self.timeout_s)
+        return bound_transport().ask_soon(self.name, Call.of(message, args, kwargs), self.timeout_s)
 
     def ask_each(
         self, message: Callable[Concatenate[A, P], R], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """Send the same to every replica at once, and wait for all answers, in the replicas' order."""
-        names = _transport().replicas(self.name)
-        return _transport().ask(names, Call.of(message, args, kwargs), self.timeout_s)
+        names = bound_transport().replicas(self.name)
+        return bound_transport().ask(names, Call.of(message, args, kwargs), self.timeout_s)
 
     def tell(self, message: Callable[Concatenate[A, P], Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Send and go on. If the handler raises, its actor dies of it and is restarted."""
-        _transport().tell(self.name, Call.of(message, args, kwargs))
+        bound_transport().tell(self.name, Call.of(message, args, kwargs))
 
     def any(self) -> Ref[A]:
         """The address of one replica: the one with the fewest of this actor's messages to handle, in turn among
         equals; one that is down only if all are."""
-        return replace(self, name=_transport().pick(self.name))
+        return replace(self, name=bound_transport().pick(self.name))
 
     def watch(self) -> None:
         """Call this actor's `on_down` at the end of each incarnation of that one, or of each of its replicas: once
         for each, at once if it is dead already. A restarted actor watches anew.
         """
-        _transport().watch(self.name)
+        bound_transport().watch(self.name)
 
     def within(self, timeout_s: float) -> Ref[A]:
         """The same address with another deadline, in seconds."""
@@ -137,7 +137,8 @@ def bind_transport(transport: Transport | None) -> None:
     _current = transport
 
 
-def _transport() -> Transport:
+def bound_transport() -> Transport:
+    """What this process's refs use."""
     if _current is None:
         raise RolecallError(
             "a Ref works only inside a running actor: wire it in build(), use it in a handler"

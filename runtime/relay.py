@@ -120,6 +120,12 @@ class Relay:
         thread.start()
         return _Node(machine, bridge, thread, self._clock())
 
+    @property
+    def machines(self) -> list[str]:
+        """Those that have joined and are not given up."""
+        with self._lock:
+            return [node.machine.name for node in self._nodes.values()]
+
     def join(self, host: str) -> Joined:
         """Give a machine its number. Raises RolecallError if there are too many."""
         with self._lock:

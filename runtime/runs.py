@@ -141,7 +141,7 @@ def nobody(what: str, name: str, actors: Sequence[str]) -> Unrecoverable:
 
 def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:
     """A new folder below `root`, named by recipe and time. id: the run's, if it is another machine's."""
-    stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{Path(recipe.removesuffix('.py')).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Drawn, because machines that share a store don't see each other's folders.
     while (path := root / f"{stem}-{secrets.token_hex(2)}").exists():
         continue

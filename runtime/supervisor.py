@@ -58,7 +58,6 @@ __all__ = ["Observer", "Outcome", "Supervisor"]
 
 LEFTOVERS_TIMEOUT_S = 2.0
 
-
 _from_anybody = msgpack.Decoder(FromActor | FromCommand | FromBridge)
 
 
@@ -220,6 +219,7 @@ class Supervisor:
                 "preloads": role.actor.preloads,
                 "fresh": _why_fresh(role),
                 "python": role.python or sys.executable,
+                "environment": child.environment,
             }
         )
 

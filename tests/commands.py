@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ class Command:
     arguments: list[str]
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    through: Sequence[str] = ()  # the start of a command line that runs the rest of it: somewhere else
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [*ROLECALL, *self.arguments],
+            [*self.through, *ROLECALL, *self.arguments],
             cwd=self.folder,
             env={**os.environ, **self.environment, "ROLECALL_TEST_MARK": self.mark},
             stdin=subprocess.DEVNULL,

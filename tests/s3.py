@@ -29,18 +29,19 @@ _SOCKETS = ("s3", "filer", "master", "volume", "admin")
 class S3Server:
     """`weed mini` with one bucket and keys of its own.
 
-    It answers on loopback alone, since only its S3 port asks for keys, and reports nothing to anyone.
+    It answers on loopback alone, since only its S3 port asks for keys, unless it is given another address of this
+    machine, and reports nothing to anyone.
     """
 
-    def __init__(self, folder: Path, *, bucket: str = "rolecall") -> None:
-        self.folder, self.bucket = folder, bucket
+    def __init__(self, folder: Path, *, bucket: str = "rolecall", host: str = "127.0.0.1") -> None:
+        self.folder, self.bucket, self.host = folder, bucket, host
         self.access_key, self.secret_key = f"AK{secrets.token_hex(9)}", secrets.token_hex(20)
         self.ports: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.ports[0]}"
+        return f"http://{self.host}:{self.ports[0]}"
 
     def environment(self) -> dict[str, str]:
         """AWS_* variables that lead to this server, and away from whatever the machine has configured."""
@@ -56,7 +57,7 @@ class S3Server:
 
     def start(self, *, timeout_s: float = 60) -> None:
         for last in (False, False, True):  # a port that was free may be taken before the server binds it
-            self.ports = _free_ports(len(_PORTS))
+            self.ports = _free_ports(self.host, len(_PORTS))
             self._spawn()
             try:
                 self._wait_until_ready(time.monotonic() + timeout_s)
@@ -102,8 +103,8 @@ class S3Server:
             _weed(),
             "mini",
             f"-dir={data}",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
+            f"-ip={self.host}",
+            f"-ip.bind={self.host}",
             "-master.telemetry=false",
             "-webdav=false",
             "-admin.ui=false",
@@ -175,11 +176,11 @@ def _weed() -> str:
     return found
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(host: str, count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
-            each.bind(("127.0.0.1", 0))
+            each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
     finally:
         for each in sockets:

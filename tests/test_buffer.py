@@ -349,3 +349,8 @@ def test_a_kill_between_two_writes_leaves_no_broken_group(
     restarted = started(tmp_path, published)
     assert restarted.put(group(1)) == "accepted"
     assert take(restarted, 1) == [0, 1]
+
+
+def test_the_digest_of_a_version_for_those_without_the_store(buffer: Buffer):
+    assert buffer.digest(9) == digest_of(9)
+    assert buffer.digest(10) == ""

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import termios
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,11 +29,11 @@ class Outcome(ModuleType):
         return f"done: {result}"
 
 
-def console(folder: Path, *, to_stderr: bool = False) -> Console:
+def console(folder: Path, *, to_stderr: bool = False, awaited: Sequence[str] = ()) -> Console:
     recipe = ModuleType("recipe")
     recipe.__dict__["outcome"] = Outcome("outcome")
     folder.mkdir(exist_ok=True)
-    return Console(RunFolder(folder), recipe, to_stderr=to_stderr)
+    return Console(RunFolder(folder), recipe, to_stderr=to_stderr, awaited=awaited)
 
 
 def test_brackets_and_colons_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -47,6 +47,19 @@ def test_brackets_and_colons_are_printed_as_they_are(tmp_path: Path, capsys: pyt
     assert "b died: ValueError: no end in [/INST]; restarting it in 0.5 s\n" in out
     assert "b died: [red]ValueError[/red]: :warning:\n" in out
     assert "done: {'steps': '[/INST]'}\n" in out
+
+
+def test_a_run_that_only_others_work_for_says_when_it_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with console(tmp_path, awaited=["rollout"]) as shown:
+        for machines in ([], [], ["a-1"], ["a-1", "b-2"], ["b-2"], [], []):
+            if not machines:
+                shown.on_report("proxy", {"url": "http://t:1"})  # also when it has been restarted
+            shown.on_report("proxy", {"machines": machines})
+    waits = f"waiting for a machine to join with: rolecall join http://t:1 --token-file {tmp_path / 'token'}"
+    said = [line for line in capsys.readouterr().out.splitlines() if "join" in line]
+    assert said == [f"no rollout worker yet: {waits}", f"the last rollout worker has left: {waits}"]
 
 
 def test_events_nest_what_was_reported(tmp_path: Path):

@@ -17,6 +17,7 @@ from rolecall import Actor, Finished, Unrecoverable
 from rolecall.runtime import link as link_module
 from rolecall.runtime import proxy
 from rolecall.runtime import relay as relay_module
+from rolecall.runtime.asks import Asks
 from rolecall.runtime.control import NODE_BITS
 from rolecall.runtime.line import Batch, Done, FarMember, Frame, Heard, Line, Mail, Members
 from rolecall.runtime.link import Dialer
@@ -72,7 +73,7 @@ class Door:
         self.relay = Relay(
             "proxy", 1, self.sockets, {"desk": Desk}, ["desk"], self.file, LEASE_S, clock=lambda: self.time
         )
-        self.app = build_app({}, {}, TOKEN, self.ended, self.relay)
+        self.app = build_app({}, {}, TOKEN, self.ended, Asks(), self.relay)
 
     def client(self, failures: list[httpx.Response | Exception] | None = None) -> httpx.Client:
         transport = InProcess(self.app, [] if failures is None else failures)

@@ -319,3 +319,16 @@ def test_a_broken_data_set_is_found_at_the_start(tmp_path: Path):
     with pytest.raises(Unrecoverable, match=r"empty.jsonl has no rows") as caught:
         started(tmp_path, dataset=str(tmp_path / "empty.jsonl"))
     assert caught.value.exit_code == 2
+
+
+def test_who_waits_and_says_nothing_new_costs_no_write(tmp_path: Path):
+    source = started(tmp_path)
+    with pytest.raises(NotYet):
+        ask(source, wait=True)
+    (ledger,) = tmp_path.rglob("ledger.json")
+    ledger.unlink()
+    with pytest.raises(NotYet):
+        ask(source, wait=True)
+    assert not ledger.exists()
+    source.advance(0, 0)
+    assert ledger.exists()

@@ -17,6 +17,8 @@ from rolecall import Actor, ActorDied, ActorStopped, AskTimeout, Finished, Rolec
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
 from rolecall.runtime import proxy
+from rolecall.runtime.asks import Asks
+from rolecall.runtime.openapi import describe
 from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
@@ -24,7 +26,7 @@ from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 
 from .processes import GRAPHS, Run
-from .rest import Rest
+from .rest import Rest, checked
 
 door = load_recipe(str(GRAPHS / "door.py"))
 Desk, Item = door.Desk, door.Item
@@ -74,7 +76,8 @@ class Client:
 
     def __init__(self, role: tuple[str, type[Actor]] = ("desk", Desk)) -> None:
         self.ended = threading.Event()
-        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended)
+        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended, Asks())
+        self.document = describe(dict([role]), proxy.WAIT_S, proxy.OTHERS)
         self.headers = httpx.Headers({TOKEN_HEADER: TOKEN})
 
     def request(
@@ -86,7 +89,8 @@ class Client:
         async def send() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://run") as client:
-                return await client.request(verb, path, headers=sent, **body)
+                response = await client.request(verb, path, headers=sent, **body)
+                return checked(self.document, verb, path, response)
 
         return asyncio.run(send())
 

@@ -92,6 +92,17 @@ def test_a_name_that_is_almost_right_is_suggested():
     assert caught.value.exit_code == 2
 
 
+def test_an_installed_module_is_a_recipe_by_its_dotted_name():
+    assert load_recipe("rolecall.recipes.sync_grpo") is load_recipe("sync_grpo")
+    with pytest.raises(
+        Unrecoverable, match=r"recipe no_such\.module can't be imported \(.*\): install"
+    ) as caught:
+        load_recipe("no_such.module")
+    assert caught.value.exit_code == 2
+    with pytest.raises(Unrecoverable, match="there is no recipe"):
+        load_recipe("rolecall.__main__")  # importing it would be running it
+
+
 def not_loaded(path: Path) -> str:
     with pytest.raises(Unrecoverable) as caught:
         load_recipe(str(path))

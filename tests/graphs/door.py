@@ -23,6 +23,7 @@ class Desk(Actor):
     http: ClassVar[dict[str, str]] = {
         "POST /v1/items": "put",
         "GET /v1/items": "take",
+        "POST /v1/items/wanted": "want",
         "POST /v1/broken": "fail",
     }
 
@@ -44,6 +45,10 @@ class Desk(Actor):
         if id not in self.items:
             raise NotYet
         return self.items[id]
+
+    @idempotent
+    def want(self, id: int) -> Item:
+        return self.take(id)
 
     @idempotent
     def fail(self) -> None:
