@@ -19,7 +19,7 @@ from .test_run import check_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-STEPS, BATCH = 100, 4
+STEPS, BATCH = 90, 4
 STALENESS = 2
 CUT_S = 20.0  # of the 30 s after which a machine counts as lost
 
