@@ -142,9 +142,10 @@ class Host:
         return [row[1] for row in rows if row[3] == _LISTEN]
 
     def power_off(self) -> None:
-        """Nobody hears of it any more, and nobody of it lives."""
+        """Nobody hears of it any more, nobody of it lives, and its kernel has nothing left to send."""
         self.cut()
         self._kill()
+        self._unplug()
 
     def _kill(self) -> None:
         def one_more() -> bool:
@@ -162,6 +163,9 @@ class Host:
         self._kill()
         if self.cable is not None:
             self.cable.take_up()
+        self._unplug()
+
+    def _unplug(self) -> None:
         subprocess.run(["ip", "link", "del", self.port], capture_output=True, check=False)
         subprocess.run(["ip", "netns", "del", self.namespace], capture_output=True, check=False)
 
