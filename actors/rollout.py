@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..runtime import Actor, Answer, Finished, Ref, idempotent
-from ..runtime.store import PolicyVersion, Store
+from ..runtime.store import PolicyVersion, Store, StoreError
 from .buffer import Buffer
 from .canary import Quarantined, attest
 from .engines import Engine, Request, Sample, Sampling, load_engine
@@ -206,7 +206,7 @@ class RolloutWorker(Actor):
         began = time.monotonic()
         self.version = -1  # until it is proved, whatever goes wrong on the way
         policy, folder = self._fetched(version)
-        self.engine.load(version, policy.digest, folder)
+        self.engine.load(policy.version, policy.digest, folder)
         self._loaded = policy, folder
         self.waits.load_s = time.monotonic() - began
 
@@ -221,12 +221,19 @@ class RolloutWorker(Actor):
         self.waits.load_s += time.monotonic() - began
 
     def _fetched(self, version: int) -> tuple[PolicyVersion, Path]:
-        if self.prefetch is None:
-            return self.store.policy(version), self.store.fetch(version, keep=self.engine.versions)
-        self.prefetch.keep = [*self.engine.versions, version]
-        if (ready := self.prefetch.ready) is not None and ready[0].version == version:
-            return ready
-        return self.store.policy(version), self.store.fetch(version, keep=self.prefetch.keep)
+        keep: list[int] = [*self.engine.versions, version]
+        if self.prefetch is not None:
+            self.prefetch.keep = keep
+            if (ready := self.prefetch.ready) is not None and ready[0].version == version:
+                return ready
+        try:
+            return self.store.policy(version), self.store.fetch(version, keep=keep)
+        except StoreError:
+            newest = self.store.head()
+            if newest is None or newest.version <= version:
+                raise
+            # Collected, because this worker is slow to hear of versions: a newer one will do.
+            return newest, self.store.fetch(newest.version, keep=keep)
 
     # --- prompts -----------------------------------------------------------------------------------------
 

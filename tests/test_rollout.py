@@ -145,6 +145,16 @@ def test_a_completion_ends_under_the_version_it_began_with(peers: Peers):
         assert group.digests == {group.version: peers.store.policy(group.version).digest}
 
 
+def test_a_version_that_was_collected_before_it_was_fetched_is_passed_over(peers: Peers):
+    worker = peers.worker(sink=True)
+    for version in range(1, 5):
+        peers.publish(version, step=version)
+    peers.prompts.advance(0, 2)  # all that this worker has heard of
+    peers.store.collect(keep=0)
+    work(worker)
+    assert worker.version == 4 and {group.version for group in peers.delivered()} == {4}
+
+
 def test_it_samples_with_the_newest_version(peers: Peers):
     worker = peers.worker(sink=True)
     work(worker, 3)
@@ -354,7 +364,7 @@ def test_folders_that_the_engine_may_read_again_stay(peers: Peers):
             worker._load(version)
             worker._prove()
         kept.append(asked)
-    assert kept == [[[], [0], [0, 1]], [[], [0], [1]]]
+    assert kept == [[[0], [0, 1], [0, 1, 2]], [[0], [0, 1], [1, 2]]]
 
 
 def test_a_folder_is_not_fetched_from_ahead(peers: Peers):

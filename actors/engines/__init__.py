@@ -146,8 +146,8 @@ def check_requests(model: str, room: int | None, requests: Sequence[Request], sa
         raise Unrecoverable("a prompt has no tokens at all: leave empty prompts out of the data", exit_code=2)
     if room is not None and max(lengths, default=0) + most > room:
         raise Unrecoverable(
-            f"a prompt of {max(lengths)} tokens and {most} new ones are more than the {room} positions there are "
-            f"for model {model!r}: ask for fewer tokens or leave long prompts out",
+            f"a prompt of {max(lengths)} tokens and {most} new ones are more than the {room} positions of "
+            f"model {model!r}: ask for fewer tokens or leave long prompts out",
             exit_code=2,
         )
 
