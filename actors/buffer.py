@@ -60,6 +60,7 @@ class Buffer(Actor):
     """
 
     http: ClassVar = {"POST /v1/groups": "put", "GET /v1/batch": "take"}
+    for_workers: ClassVar = ("put",)
 
     def __init__(
         self, *, capacity: int, max_staleness: int, prompts: Ref[PromptSource], weights: Store

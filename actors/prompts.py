@@ -78,6 +78,7 @@ class PromptSource(Actor):
         "POST /v1/prompts/leave": "leave",
         "GET /v1/policy": "policy",
     }
+    for_workers: ClassVar = ("next", "hold", "leave", "policy")
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from .control import NODE_BITS, DeadLetter, Member, inbox_path, supervisor_path
 from .directory import Directory, Machine, Stand
 from .line import Answered, Done, Frame, Heard, Line, Mail, Members
 from .sockets import Connection, connect
+from .tokens import Forbidden
 from .wire import (
     Header,
     Kind,
@@ -73,7 +74,7 @@ class Bridge:
     """One of a pair, on machine `here`, for the actors of `there`. Everything is done by the thread that calls `run`.
 
     owner, incarnation: of the actor in whose process it is. private: roles of which each machine has its own;
-    elastic: those that the other may run, if not all.
+    elastic: those that the other may run, if not all; may_send: and the messages that it may send them, by role.
     introduced: set once everybody on this machine knows the actors of the other.
     """
 
@@ -87,7 +88,9 @@ class Bridge:
         there: Machine,
         private: Container[str] = (),
         elastic: Container[str] | None = None,
+        may_send: Mapping[str, Container[str]] | None = None,
     ) -> None:
+        self._may_send = may_send
         self._sockets, self._codec, self._there = sockets, codec, there
         self.introduced = threading.Event()
         self._callers: dict[int, _Caller] = {}  # these two by file descriptor
@@ -118,12 +121,20 @@ class Bridge:
         self._later(None, reason)
 
     def check(self, frames: Sequence[Frame]) -> None:
-        """Raises ValueError if the other machine speaks for anybody but its own actors."""
+        """Raises ValueError if the other machine speaks for anybody but its own actors, Forbidden if it says to others
+        what it may not."""
         for frame in frames:
             if isinstance(frame, Mail | Heard) and frame.sender >> NODE_BITS != self._there.number:
                 raise ValueError(f"sender {frame.sender} is not of machine {self._there.number}")
             if isinstance(frame, Members):
                 self._who.check(frame.members)
+            if isinstance(frame, Mail) and self._may_send is not None:
+                role = frame.receiver.partition("-")[0]
+                if frame.method not in self._may_send.get(role, ()):
+                    raise Forbidden(
+                        f"{frame.receiver} takes no {frame.method!r} from machines with a worker's token: list it in "
+                        "the actor's for_workers, or join with a trainer's token"
+                    )
 
     def close(self) -> None:
         """Let `run` return."""

@@ -1,18 +1,19 @@
 """The HTTP door of a run: what machines that only dial out need, and nothing else.
 
-Each role may list messages in `http`, for example Buffer's {"POST /v1/groups": "put"}. The proxy checks the
-token, checks the JSON body against the handler's own types, asks the actor, and answers with JSON. Unbounded
-waits are cut: an actor that says NotYet for WAIT_S becomes 429 with Retry-After, and the client asks again.
-Machines that run actors of their own are reached through bridges, whose frames POST /v1/relay carries (see relay.py).
-When the run ends every request is answered with 410, for a while, so that whoever still works hears of it.
+Each role may list messages in `http`, for example Buffer's {"POST /v1/groups": "put"}. The proxy checks the token
+before it looks at anything else (see tokens.py), then what that allows, checks the JSON body against the handler's own
+types, asks the actor, and answers with JSON. Unbounded waits are cut: an actor that says NotYet for WAIT_S becomes 429
+with Retry-After, and the client asks again. Machines that run actors of their own are reached through bridges, whose
+frames POST /v1/relay carries (see relay.py). When the run ends every request is answered with 410, for a while, so
+that whoever still works hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import inspect
+import math
 import socket
 import threading
 import time
@@ -28,7 +29,8 @@ from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecove
 from .graph import Graph
 from .ref import Ref
 from .relay import LEASE_S, Fenced, Relay, Stale
-from .remote import SESSION_HEADER, TOKEN_HEADER, read_token
+from .remote import SESSION_HEADER, TOKEN_HEADER
+from .tokens import Forbidden, Keys, Scope, Token, Unauthorized, prepare
 
 if TYPE_CHECKING:
     import uvicorn
@@ -36,29 +38,37 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Send
+    from starlette.types import Scope as ASGIScope
 
 __all__ = ["Proxy", "add_proxy", "build_app"]
 
 WAIT_S = 5.0  # how long a request waits for an actor before the client is told to ask again
 MAX_BODY_BYTES = 64 << 20
+MAX_SMALL_BYTES = 4096  # of a request that joins, opens or leaves
 MAX_WAITING_REQUESTS = 256
 MAX_CONNECTIONS = 1024  # beyond it: 503
-HEADERS_S = 10.0  # how long a new connection may take to make its first request
+HEADERS_S = 10.0  # how long a connection may take to make a request, or to end one that is answered already
 BODY_S = 120.0  # and a request to bring its body
 IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
 FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are still connected
 
 
 def add_proxy(
-    graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any], lease_s: float = LEASE_S
-) -> Ref[Proxy]:
+    graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any], lease_s: float = LEASE_S,
+    tls: tuple[Path, Path] | None = None,
+) -> Ref[Proxy]:  # fmt: skip
     """Add a proxy to a graph: it serves what the graph's roles list in `http`, GET /v1/run = `about`, and machines that
-    join, which are dead for the run when they were not heard of for `lease_s`."""
+    join, which are dead for the run when they were not heard of for `lease_s`.
+
+    token_file: a worker's token, made when the proxy starts if there is none; the run's keys lie beside it. tls: the
+    files with certificate and key, for HTTPS.
+    """
     roles = {role.name: role.actor for role in graph}
     elastic = [role.name for role in graph if role.elastic]
     proxy = graph.add(
-        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, elastic=elastic, about=about,
-        lease_s=lease_s,
+        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, elastic=elastic,
+        may_send=graph.open_to_workers(), about=about, lease_s=lease_s, tls=tls,
     )  # fmt: skip
     graph.supervise(proxy)  # its deaths take nobody down
     return proxy
@@ -72,10 +82,11 @@ class Proxy(Actor):
 
     def __init__(
         self, *, host: str, port: int, token_file: Path, roles: dict[str, type[Actor]], elastic: list[str],
-        about: dict[str, Any], lease_s: float,
+        may_send: dict[str, tuple[str, ...]], about: dict[str, Any], lease_s: float, tls: tuple[Path, Path] | None,
     ) -> None:  # fmt: skip
-        self.host, self.port, self.token_file = host, port, token_file
-        self.roles, self.elastic, self.about, self.lease_s = roles, elastic, about, lease_s
+        self.host, self.port, self.token_file, self.tls = host, port, token_file, tls
+        self.roles, self.elastic, self.may_send = roles, elastic, may_send
+        self.about, self.lease_s = about, lease_s
 
     def on_start(self) -> None:
         import uvicorn
@@ -83,19 +94,21 @@ class Proxy(Actor):
         self._ended = threading.Event()
         context, file = self.context, self.state_folder / "machines"
         self._relay = Relay(
-            self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
-        )
-        app = build_app(self.roles, self.about, read_token(self.token_file), self._ended, self._relay)
+            self.name, context.incarnation, context.sockets, self.roles, self.elastic, self.may_send, file,
+            self.lease_s,
+        )  # fmt: skip
+        check = Keys(prepare(self.token_file, context.run)).check
+        app = build_app(self.roles, self.about, check, self._ended, self._relay)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
             app, http=_impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
-            limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
+            ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S, **_tls(self.tls),
         )  # fmt: skip
         self._server: uvicorn.Server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
         self._thread.start()
-        self.report(url=f"http://{host}:{port}")
+        self.report(url=f"{'https' if self.tls else 'http'}://{host}:{port}")
 
     def step(self) -> float | None:
         if not self._thread.is_alive():
@@ -134,46 +147,93 @@ class Proxy(Actor):
 
 
 def _impatient_protocol() -> type[asyncio.Protocol]:
-    """HTTP/1.1 that hangs up on a connection without a first request: uvicorn itself waits for ever."""
+    """HTTP/1.1 that hangs up on a connection whose request does not come, or does not end though it is answered:
+    uvicorn itself waits for ever."""
+    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
+        _patience: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.loop.call_later(HEADERS_S, self._hang_up)
+            self._patience = self.loop.call_later(HEADERS_S, transport.close)
 
-        def _hang_up(self) -> None:
-            if self.cycle is None:
-                self.transport.close()
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            theirs, ours = self.conn.their_state, self.conn.our_state
+            owes = theirs is h11.IDLE or (theirs is h11.SEND_BODY and ours in (h11.DONE, h11.MUST_CLOSE))
+            if self._patience is not None and not owes:
+                self._patience.cancel()
+                self._patience = None
+            elif self._patience is None and owes:
+                self._patience = self.loop.call_later(HEADERS_S, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._patience is not None:
+                self._patience.cancel()
 
     return Impatient
 
 
+def _tls(files: tuple[Path, Path] | None) -> dict[str, Any]:
+    return {} if files is None else {"ssl_certfile": str(files[0]), "ssl_keyfile": str(files[1])}
+
+
 def build_app(
-    roles: Mapping[str, type[Actor]], about: dict[str, Any], token: str, ended: threading.Event,
+    roles: Mapping[str, type[Actor]], about: dict[str, Any], check: Callable[[str], Token], ended: threading.Event,
     relay: Relay | None = None,
 ) -> Starlette:  # fmt: skip
-    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `relay`: of machines that join."""
+    """The ASGI app. `roles`: classes by name in the graph; `check`: what a token says, or it raises Unauthorized;
+    `ended`: the run has; `relay`: of machines that join."""
     from starlette.applications import Starlette
+    from starlette.middleware import Middleware
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"ok": True})
 
-    def refuse(request: Request) -> Response | None:
-        return _refusal(request, token) or (_gone() if ended.is_set() else None)
-
     async def run(request: Request) -> Response:
-        return refuse(request) or JSONResponse(about)
+        return JSONResponse(about)
 
     routes = [Route("/healthz", healthz), Route("/v1/run", run)]
-    routes += [] if relay is None else _relay_routes(relay, refuse)
+    routes += [] if relay is None else _relay_routes(relay, ended)
     for name, actor in roles.items():
         for route, method in actor.http.items():
             verb, path = route.split()
-            routes.append(Route(path, _endpoint(name, actor, method, refuse), methods=[verb]))
-    return Starlette(routes=routes, lifespan=_lifespan)
+            routes.append(Route(path, _endpoint(name, actor, method), methods=[verb]))
+    gate = Middleware(_Gate, check=check, ended=ended)
+    return Starlette(routes=routes, lifespan=_lifespan, middleware=[gate])
+
+
+class _Gate:
+    """Before anything else of a request is looked at: whose it is. What its token says is left in its scope."""
+
+    def __init__(self, app: ASGIApp, *, check: Callable[[str], Token], ended: threading.Event) -> None:
+        self._app, self._check, self._ended = app, check, ended
+
+    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != "/healthz":
+            refused = self._refusal(scope)
+            if refused is not None:
+                return await refused(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _refusal(self, scope: ASGIScope) -> Response | None:
+        from starlette.datastructures import Headers
+
+        headers = Headers(scope=scope)
+        try:
+            scope["token"] = self._check(headers.get(TOKEN_HEADER, ""))
+        except Unauthorized as error:
+            return _refused(401, f"wrong or missing {TOKEN_HEADER}: {error}")
+        if self._ended.is_set():
+            return _gone()
+        if headers.get("Content-Encoding", "identity") != "identity":
+            return _refused(415, "a body must come as it is, without Content-Encoding")
+        return None
 
 
 def _lifespan(app: Starlette) -> Any:
@@ -188,13 +248,10 @@ def _lifespan(app: Starlette) -> Any:
     return more_threads(app)
 
 
-def _refusal(request: Request, token: str) -> Response | None:
+def _refused(status: int, why: str) -> Response:
     from starlette.responses import JSONResponse
 
-    given = request.headers.get(TOKEN_HEADER, "")
-    if hmac.compare_digest(given.encode(), token.encode()):
-        return None
-    return JSONResponse({"error": f"wrong or missing {TOKEN_HEADER}"}, status_code=401)
+    return JSONResponse({"error": why}, status_code=status)
 
 
 def _gone() -> Response:
@@ -203,11 +260,11 @@ def _gone() -> Response:
     return JSONResponse({"error": "the run has ended"}, status_code=410, headers={"Connection": "close"})
 
 
-def _endpoint(
-    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None]
-) -> Callable[..., Any]:
+def _endpoint(name: str, actor: type[Actor], method: str) -> Callable[..., Any]:
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
+
+    needed: Scope = "worker" if method in actor.for_workers else "trainer"
 
     handler = getattr(actor, method)
     arguments_type = _arguments_type(handler)
@@ -215,18 +272,17 @@ def _endpoint(
     ref: Ref[Any] = Ref(name, WAIT_S)
 
     async def endpoint(request: Request) -> Response:
-        refused = refuse(request)
-        if refused is not None:
-            return refused
-        body = await _body(request)
+        if not request.scope["token"].may(needed):
+            return _refused(403, f"a worker's token does not allow {request.method} {request.url.path}")
+        body = await _body(request, MAX_BODY_BYTES)
         if isinstance(body, Response):
             return body
         try:
             arguments = decoder.decode(body) if body else msgspec.convert(
                 dict(request.query_params), arguments_type, strict=False
             )  # fmt: skip
-        except msgspec.DecodeError as error:
-            return JSONResponse({"error": str(error)}, status_code=422)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return _refused(422, str(error))
         try:
             answer = await run_in_threadpool(ref.ask, handler, **msgspec.structs.asdict(arguments))
         except AskTimeout:
@@ -242,7 +298,7 @@ def _endpoint(
     return endpoint
 
 
-def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) -> list[Route]:
+def _relay_routes(relay: Relay, ended: threading.Event) -> list[Route]:
     """Joining, opening a session, exchanging frames, and leaving."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
@@ -250,36 +306,40 @@ def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) ->
 
     def route(path: str, answer: Callable[[Request, bytes, int, str], bytes]) -> Route:
         async def endpoint(request: Request) -> Response:
-            refused = refuse(request)
-            if refused is not None:
-                return refused
             number, _, session = request.headers.get(SESSION_HEADER, "0").partition(".")
             if not (number.isascii() and number.isdigit() and len(number) < 8):
                 return JSONResponse({"error": f"{SESSION_HEADER} is no session"}, status_code=422)
             try:
-                if session:
-                    relay.renew(int(number), session)  # refused before its body is read
-                body = await _body(request)
+                if path != "/join":  # refused before its body is read
+                    joined_as = (relay.prove if path else relay.renew)(int(number), session)
+                    if not request.scope["token"].may(joined_as):
+                        raise Forbidden("this machine joined with a trainer's token: go on with one")
+                body = await _body(request, MAX_SMALL_BYTES if path else MAX_BODY_BYTES)
                 if isinstance(body, Response):
                     return body
                 return Response(await run_in_threadpool(answer, request, body, int(number), session))
             except Fenced as error:
                 return JSONResponse({"error": str(error), "fenced": True}, status_code=410)
             except Stale as error:  # also because the run has ended meanwhile: then it is time to say so
-                return refuse(request) or JSONResponse({"error": str(error)}, status_code=409)
+                return _gone() if ended.is_set() else _refused(409, str(error))
+            except Forbidden as error:
+                return _refused(403, str(error))
             except RolecallError as error:
-                return JSONResponse({"error": str(error)}, status_code=503)
-            except ValueError as error:  # of which msgspec's are, too
-                return JSONResponse({"error": str(error)}, status_code=422)
+                return _refused(503, str(error))
+            except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
+                return _refused(422, str(error))
 
-        return Route(path, endpoint, methods=["POST"])
+        return Route(f"/v1/relay{path}", endpoint, methods=["POST"])
 
     def exchange(request: Request, body: bytes, number: int, session: str) -> bytes:
         wait = request.query_params.get("wait")
-        return relay.exchange(number, session, body, None if wait is None else float(wait))
+        wait_s = None if wait is None else float(wait)
+        if wait_s is not None and not (math.isfinite(wait_s) and wait_s >= 0.0):
+            raise ValueError(f"wait={wait_s}: seconds from 0 up")
+        return relay.exchange(number, session, body, wait_s)
 
     def join(request: Request, body: bytes, number: int, session: str) -> bytes:
-        return msgspec.json.encode(relay.join(body.decode()))
+        return msgspec.json.encode(relay.join(body.decode(), request.scope["token"].scope))
 
     def open(request: Request, body: bytes, number: int, session: str) -> bytes:
         return msgspec.json.encode(relay.open(number))
@@ -289,35 +349,35 @@ def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) ->
         return b""
 
     answers = {"": exchange, "/join": join, "/open": open, "/leave": leave}
-    return [route(f"/v1/relay{path}", answer) for path, answer in answers.items()]
+    return [route(path, answer) for path, answer in answers.items()]
 
 
-async def _body(request: Request) -> bytes | Response:
+async def _body(request: Request, limit: int) -> bytes | Response:
     """The body, or why there is none."""
     from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, Response
 
     try:
         async with asyncio.timeout(BODY_S):
-            body = await _read(request)
+            body = await _read(request, limit)
     except ClientDisconnect:
         return Response(status_code=400)  # which nobody reads
     except TimeoutError:
         return JSONResponse({"error": f"no whole body within {BODY_S:.0f} s"}, status_code=408)
     if body is None:
-        return JSONResponse({"error": f"more than {MAX_BODY_BYTES} bytes"}, status_code=413)
+        return JSONResponse({"error": f"more than {limit} bytes"}, status_code=413)
     return body
 
 
-async def _read(request: Request) -> bytes | None:
+async def _read(request: Request, limit: int) -> bytes | None:
     """The body, or None if it is too large; a body that lies about its size is cut off as well."""
-    if int(request.headers.get("Content-Length", "0")) > MAX_BODY_BYTES:
+    if int(request.headers.get("Content-Length", "0")) > limit:
         return None
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
+        if size > limit:
             return None
         chunks.append(chunk)
     return b"".join(chunks)

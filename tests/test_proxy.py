@@ -22,6 +22,7 @@ from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
+from rolecall.runtime.tokens import Ring
 
 from .processes import GRAPHS, Run
 from .rest import Rest
@@ -70,12 +71,13 @@ def actor() -> Iterator[Answering]:
 
 
 class Client:
-    """Requests to the app in this process, with the run's token."""
+    """Requests to the app in this process, with a trainer's token."""
 
     def __init__(self, role: tuple[str, type[Actor]] = ("desk", Desk)) -> None:
         self.ended = threading.Event()
-        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended)
-        self.headers = httpx.Headers({TOKEN_HEADER: TOKEN})
+        ring = Ring.new("r1", given=TOKEN)
+        self.app = build_app(dict([role]), {"run": "r1"}, lambda text: ring.check(text, 0.0), self.ended)
+        self.headers = httpx.Headers({TOKEN_HEADER: ring.issue("trainer", None)[1]})
 
     def request(
         self, verb: str, path: str, *, headers: dict[str, Any] | None = None, **body: Any

@@ -24,7 +24,9 @@ class Desk(Actor):
         "POST /v1/items": "put",
         "GET /v1/items": "take",
         "POST /v1/broken": "fail",
+        "POST /v1/cleared": "clear",
     }
+    for_workers: ClassVar[tuple[str, ...]] = ("put", "take", "fail")
 
     def on_start(self) -> None:
         self._file = self.state_folder / "handled"
@@ -48,6 +50,13 @@ class Desk(Actor):
     @idempotent
     def fail(self) -> None:
         raise ValueError("the desk is broken")
+
+    @idempotent
+    def clear(self) -> int:
+        """Forget all items; how many there were."""
+        count = len(self.items)
+        self.items.clear()
+        return count
 
     def secret(self) -> Any: ...
 

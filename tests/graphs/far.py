@@ -15,6 +15,7 @@ class Ledger(Actor):
     """Writes down what it handles."""
 
     http: ClassVar[dict[str, str]] = {"POST /v1/notes": "note"}
+    for_workers: ClassVar[tuple[str, ...]] = ("note", "ask")
 
     def on_start(self) -> None:
         self._file = (self.state_folder / "notes").open("a")
