@@ -65,6 +65,9 @@ class _Key(Struct):
     given: bool = False
 
 
+_decode = msgpack.Decoder(Token).decode
+
+
 class Ring(Struct):
     """The keys of a run, the newest last, and the ids of tokens that were revoked."""
 
@@ -101,7 +104,7 @@ class Ring(Struct):
         if not held:
             raise Unauthorized("this is no token of this run")
         # It is ours, so from here on it is well formed.
-        token = msgpack.decode(_bytes(signed.removeprefix(f"{FORM}.")), type=Token)
+        token = _decode(_bytes(signed.removeprefix(f"{FORM}.")))
         if token.expires is not None and now >= token.expires:
             raise Unauthorized("this token has expired")
         if token.id in self.revoked or token.run != self.run:
