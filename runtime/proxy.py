@@ -10,7 +10,6 @@ that whoever still works hears of it.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import inspect
 import math
@@ -26,11 +25,12 @@ import msgspec
 
 from .actor import Actor
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
+from .gate import Gate, gone, impatient_protocol, read_body, refused
 from .graph import Graph
 from .ref import Ref
 from .relay import LEASE_S, Fenced, Relay, Stale
-from .remote import SESSION_HEADER, TOKEN_HEADER
-from .tokens import Forbidden, Keys, Scope, Token, Unauthorized, prepare
+from .remote import SESSION_HEADER
+from .tokens import Forbidden, Keys, Scope, Token, prepare
 
 if TYPE_CHECKING:
     import uvicorn
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Receive, Send
-    from starlette.types import Scope as ASGIScope
 
 __all__ = ["Proxy", "add_proxy", "build_app"]
 
@@ -48,8 +46,6 @@ MAX_BODY_BYTES = 64 << 20
 MAX_SMALL_BYTES = 4096  # of a request that joins, opens or leaves
 MAX_WAITING_REQUESTS = 256
 MAX_CONNECTIONS = 1024  # beyond it: 503
-HEADERS_S = 10.0  # how long a connection may take to make a request, or to end one that is answered already
-BODY_S = 120.0  # and a request to bring its body
 IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
 FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are still connected
 
@@ -102,7 +98,7 @@ class Proxy(Actor):
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
-            app, http=_impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
+            app, http=impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
             ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S, **_tls(self.tls),
         )  # fmt: skip
         self._server: uvicorn.Server = uvicorn.Server(config)
@@ -146,37 +142,6 @@ class Proxy(Actor):
         return listener
 
 
-def _impatient_protocol() -> type[asyncio.Protocol]:
-    """HTTP/1.1 that hangs up on a connection whose request does not come, or does not end though it is answered:
-    uvicorn itself waits for ever."""
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        _patience: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._patience = self.loop.call_later(HEADERS_S, transport.close)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            theirs, ours = self.conn.their_state, self.conn.our_state
-            owes = theirs is h11.IDLE or (theirs is h11.SEND_BODY and ours in (h11.DONE, h11.MUST_CLOSE))
-            if self._patience is not None and not owes:
-                self._patience.cancel()
-                self._patience = None
-            elif self._patience is None and owes:
-                self._patience = self.loop.call_later(HEADERS_S, self.transport.close)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            if self._patience is not None:
-                self._patience.cancel()
-
-    return Impatient
-
-
 def _tls(files: tuple[Path, Path] | None) -> dict[str, Any]:
     return {} if files is None else {"ssl_certfile": str(files[0]), "ssl_keyfile": str(files[1])}
 
@@ -204,36 +169,8 @@ def build_app(
         for route, method in actor.http.items():
             verb, path = route.split()
             routes.append(Route(path, _endpoint(name, actor, method), methods=[verb]))
-    gate = Middleware(_Gate, check=check, ended=ended)
+    gate = Middleware(Gate, check=check, ended=ended)
     return Starlette(routes=routes, lifespan=_lifespan, middleware=[gate])
-
-
-class _Gate:
-    """Before anything else of a request is looked at: whose it is. What its token says is left in its scope."""
-
-    def __init__(self, app: ASGIApp, *, check: Callable[[str], Token], ended: threading.Event) -> None:
-        self._app, self._check, self._ended = app, check, ended
-
-    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/healthz":
-            refused = self._refusal(scope)
-            if refused is not None:
-                return await refused(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-    def _refusal(self, scope: ASGIScope) -> Response | None:
-        from starlette.datastructures import Headers
-
-        headers = Headers(scope=scope)
-        try:
-            scope["token"] = self._check(headers.get(TOKEN_HEADER, ""))
-        except Unauthorized as error:
-            return _refused(401, f"wrong or missing {TOKEN_HEADER}: {error}")
-        if self._ended.is_set():
-            return _gone()
-        if headers.get("Content-Encoding", "identity") != "identity":
-            return _refused(415, "a body must come as it is, without Content-Encoding")
-        return None
 
 
 def _lifespan(app: Starlette) -> Any:
@@ -246,18 +183,6 @@ def _lifespan(app: Starlette) -> Any:
         yield
 
     return more_threads(app)
-
-
-def _refused(status: int, why: str) -> Response:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({"error": why}, status_code=status)
-
-
-def _gone() -> Response:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({"error": "the run has ended"}, status_code=410, headers={"Connection": "close"})
 
 
 def _endpoint(name: str, actor: type[Actor], method: str) -> Callable[..., Any]:
@@ -273,8 +198,8 @@ def _endpoint(name: str, actor: type[Actor], method: str) -> Callable[..., Any]:
 
     async def endpoint(request: Request) -> Response:
         if not request.scope["token"].may(needed):
-            return _refused(403, f"a worker's token does not allow {request.method} {request.url.path}")
-        body = await _body(request, MAX_BODY_BYTES)
+            return refused(403, f"a worker's token does not allow {request.method} {request.url.path}")
+        body = await read_body(request, MAX_BODY_BYTES)
         if isinstance(body, Response):
             return body
         try:
@@ -282,13 +207,13 @@ def _endpoint(name: str, actor: type[Actor], method: str) -> Callable[..., Any]:
                 dict(request.query_params), arguments_type, strict=False
             )  # fmt: skip
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return _refused(422, str(error))
+            return refused(422, str(error))
         try:
             answer = await run_in_threadpool(ref.ask, handler, **msgspec.structs.asdict(arguments))
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
         except ActorStopped:
-            return _gone()
+            return gone()
         except ActorDied as error:
             return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
         except Exception as error:  # noqa: BLE001  the handler's own, whatever it is, goes to who asked
@@ -314,20 +239,20 @@ def _relay_routes(relay: Relay, ended: threading.Event) -> list[Route]:
                     joined_as = (relay.prove if path else relay.renew)(int(number), session)
                     if not request.scope["token"].may(joined_as):
                         raise Forbidden("this machine joined with a trainer's token: go on with one")
-                body = await _body(request, MAX_SMALL_BYTES if path else MAX_BODY_BYTES)
+                body = await read_body(request, MAX_SMALL_BYTES if path else MAX_BODY_BYTES)
                 if isinstance(body, Response):
                     return body
                 return Response(await run_in_threadpool(answer, request, body, int(number), session))
             except Fenced as error:
                 return JSONResponse({"error": str(error), "fenced": True}, status_code=410)
             except Stale as error:  # also because the run has ended meanwhile: then it is time to say so
-                return _gone() if ended.is_set() else _refused(409, str(error))
+                return gone() if ended.is_set() else refused(409, str(error))
             except Forbidden as error:
-                return _refused(403, str(error))
+                return refused(403, str(error))
             except RolecallError as error:
-                return _refused(503, str(error))
+                return refused(503, str(error))
             except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
-                return _refused(422, str(error))
+                return refused(422, str(error))
 
         return Route(f"/v1/relay{path}", endpoint, methods=["POST"])
 
@@ -350,37 +275,6 @@ def _relay_routes(relay: Relay, ended: threading.Event) -> list[Route]:
 
     answers = {"": exchange, "/join": join, "/open": open, "/leave": leave}
     return [route(path, answer) for path, answer in answers.items()]
-
-
-async def _body(request: Request, limit: int) -> bytes | Response:
-    """The body, or why there is none."""
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import JSONResponse, Response
-
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = await _read(request, limit)
-    except ClientDisconnect:
-        return Response(status_code=400)  # which nobody reads
-    except TimeoutError:
-        return JSONResponse({"error": f"no whole body within {BODY_S:.0f} s"}, status_code=408)
-    if body is None:
-        return JSONResponse({"error": f"more than {limit} bytes"}, status_code=413)
-    return body
-
-
-async def _read(request: Request, limit: int) -> bytes | None:
-    """The body, or None if it is too large; a body that lies about its size is cut off as well."""
-    if int(request.headers.get("Content-Length", "0")) > limit:
-        return None
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            return None
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _arguments_type(handler: Callable[..., Any]) -> type[msgspec.Struct]:

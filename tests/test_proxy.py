@@ -16,7 +16,7 @@ import uvicorn.server
 from rolecall import Actor, ActorDied, ActorStopped, AskTimeout, Finished, RolecallError, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
-from rolecall.runtime import proxy
+from rolecall.runtime import gate, proxy
 from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
@@ -238,7 +238,7 @@ def test_a_query_that_is_not_the_handlers_arguments(
 
 
 def test_a_body_that_never_ends(actor: Answering, client: Client, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "BODY_S", 0.02)
+    monkeypatch.setattr(gate, "BODY_S", 0.02)
 
     async def endless() -> AsyncIterator[bytes]:
         yield b"{"
@@ -269,10 +269,10 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(actor: Answering, client
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEADERS_S", 0.02)
+    monkeypatch.setattr(gate, "HEADERS_S", 0.02)
 
     async def visit() -> tuple[bytes, bytes]:
-        config = uvicorn.Config(Client().app, http=proxy._impatient_protocol(), log_level="warning")
+        config = uvicorn.Config(Client().app, http=gate.impatient_protocol(), log_level="warning")
         config.load()
         state = uvicorn.server.ServerState()
         loop = asyncio.get_running_loop()
