@@ -106,6 +106,8 @@ class Gate:
             return refused(401, f"wrong or missing {TOKEN_HEADER}: {error}")
         if self._ended.is_set():
             return gone()
+        if not scope["path"].isprintable():  # "/v1/run\n" would pass for a route
+            return refused(404, "no such path")
         if headers.get("Content-Encoding", "identity") != "identity":
             return refused(415, "a body must come as it is, without Content-Encoding")
         return None

@@ -25,7 +25,7 @@ from rolecall.runtime.proxy import build_app
 from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER
 from rolecall.runtime.switchboard import Switchboard
-from rolecall.runtime.tokens import Ring
+from rolecall.runtime.tokens import Ring, Scope
 
 TOKEN = "the-token"
 LEASE_S = 30.0
@@ -60,7 +60,13 @@ class InProcess(httpx.BaseTransport):
 class Door:
     """A relay behind its routes, on a clock of its own, in a run where nobody else is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        role: tuple[str, type[Actor]] = ("desk", Desk),
+        may_send: tuple[str, ...] = ("put",),
+    ) -> None:
+        self.role, self.may_send = role, may_send
         self.file = folder / "machines"
         self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
         self.switchboard = Switchboard(self.sockets)
@@ -73,7 +79,7 @@ class Door:
     def restart(self) -> None:
         """As the proxy does after it was killed."""
         self.relay = Relay(
-            "proxy", 1, self.sockets, {"desk": Desk}, ["desk"], {"desk": ["put"]}, self.file, LEASE_S,
+            "proxy", 1, self.sockets, dict([self.role]), ["desk"], {self.role[0]: self.may_send}, self.file, LEASE_S,
             clock=lambda: self.time,
         )  # fmt: skip
         self.app = build_app({}, {}, lambda text: self.ring.check(text, 0.0), self.ended, self.relay)
@@ -87,8 +93,8 @@ class Door:
         with self.client() as client:
             return client.post(f"/v1/relay{path}", content=body, headers=headers)
 
-    def join(self, host: str) -> Joined:
-        joined = self.relay.join(host)
+    def join(self, host: str, scope: Scope = "worker") -> Joined:
+        joined = self.relay.join(host, scope)
         self.joined[joined.number] = joined
         return joined
 

@@ -96,6 +96,12 @@ class Driver(Actor):
 class Config:
     token_file: str = ""
     lease_s: float = 30.0
+    tls: str = ""
+
+
+def _two_files(text: str) -> tuple[Path, Path] | None:
+    first, comma, second = text.partition(",")
+    return (Path(first), Path(second)) if comma else None
 
 
 def build(config: Config) -> Graph:
@@ -112,5 +118,6 @@ def build(config: Config) -> Graph:
             token_file=Path(config.token_file),
             about={},
             lease_s=config.lease_s,
+            tls=_two_files(config.tls),
         )
     return graph
