@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import pickle
 import socket
-import subprocess
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from rolecall.runtime.line import Batch, FarMember, Mail, Members
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 from rolecall.runtime.tokens import Ring, change
 
+from .certificates import make_certificate
 from .commands import until
 from .processes import Run
 from .test_attacks import BODIES, NESTED, Canary
@@ -245,11 +245,7 @@ def test_keys_change_under_a_machine_at_work(tmp_path: Path):
 
 def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    make_certificate(certificate, key)
     monkeypatch.setenv("ROLECALL_CA", str(certificate))
 
     def story(visit: Visit) -> None:
