@@ -16,8 +16,9 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from .control import NODE_BITS, DeadLetter, Member, inbox_path, supervisor_path
 from .directory import Directory, Machine, Stand
 from .line import Answered, Done, Frame, Heard, Line, Mail, Members
 from .sockets import Connection, connect
-from .tokens import Forbidden
 from .wire import (
     Header,
     Kind,
@@ -53,10 +53,11 @@ _from_supervisor = msgpack.Decoder(control.ToActor)
 
 @dataclass(eq=False)
 class _Caller:
-    """A local sender's connection to a far actor's inbox. unheard: sender and seq of answers that wait for room."""
+    """A local sender's connection to a far actor's inbox; asked and unheard (for want of room): by sender and seq."""
 
     connection: Connection
     member: Member
+    asked: dict[tuple[int, int], str] = field(default_factory=dict)
     unheard: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -74,7 +75,7 @@ class Bridge:
     """One of a pair, on machine `here`, for the actors of `there`. Everything is done by the thread that calls `run`.
 
     owner, incarnation: of the actor in whose process it is. private: roles of which each machine has its own;
-    elastic: those that the other may run, if not all; may_send: and the messages that it may send them, by role.
+    elastic: those that the other may run, if not all.
     introduced: set once everybody on this machine knows the actors of the other.
     """
 
@@ -88,9 +89,7 @@ class Bridge:
         there: Machine,
         private: Container[str] = (),
         elastic: Container[str] | None = None,
-        may_send: Mapping[str, Container[str]] | None = None,
     ) -> None:
-        self._may_send = may_send
         self._sockets, self._codec, self._there = sockets, codec, there
         self.introduced = threading.Event()
         self._callers: dict[int, _Caller] = {}  # these two by file descriptor
@@ -121,20 +120,12 @@ class Bridge:
         self._later(None, reason)
 
     def check(self, frames: Sequence[Frame]) -> None:
-        """Raises ValueError if the other machine speaks for anybody but its own actors, Forbidden if it says to others
-        what it may not."""
+        """Raises ValueError if the other machine speaks for anybody but its own actors."""
         for frame in frames:
             if isinstance(frame, Mail | Heard) and frame.sender >> NODE_BITS != self._there.number:
                 raise ValueError(f"sender {frame.sender} is not of machine {self._there.number}")
             if isinstance(frame, Members):
                 self._who.check(frame.members)
-            if isinstance(frame, Mail) and self._may_send is not None:
-                role = frame.receiver.partition("-")[0]
-                if frame.method not in self._may_send.get(role, ()):
-                    raise Forbidden(
-                        f"{frame.receiver} takes no {frame.method!r} from machines with a worker's token: list it in "
-                        "the actor's for_workers, or join with a trainer's token"
-                    )
 
     def close(self) -> None:
         """Let `run` return."""
@@ -279,6 +270,8 @@ class Bridge:
                 self._bury(member.name, header.method, str(error))
                 caller.connection.send(pack_done([header.seq]))
             return
+        if header.kind is Kind.ASK:
+            caller.asked[header.sender, header.seq] = header.method
         left_s = max(header.deadline - time.monotonic(), 0.001) if header.deadline else 0.0
         self._line.post(
             Mail(
@@ -308,16 +301,14 @@ class Bridge:
     def _answer(self, frame: Answered) -> None:
         name = self._who.inward(frame.receiver)
         caller = self._back.get((name, frame.sender))
-        if caller is None:
-            return  # its asker will ask again, on a connection of its own
+        method = None if caller is None else caller.asked.pop((frame.sender, frame.seq), None)
+        if caller is None or method is None:
+            return  # its asker will ask again, on a connection of its own; or nobody has asked
         try:
-            if frame.failed:
-                kind, value = Kind.ERROR, decode_error(frame.body)
-            else:
-                kind, value = (
-                    Kind.ANSWER,
-                    self._codec.decode_answer(self._who.far[name].role, frame.method, frame.body),
-                )
+            kind, role = Kind.ERROR if frame.failed else Kind.ANSWER, self._who.far[name].role
+            # By what was asked, not by what the answer says of itself.
+            decode = decode_error if frame.failed else partial(self._codec.decode_answer, role, method)
+            value = decode(frame.body)
         except Refused as error:
             kind, value = Kind.ERROR, error
         caller.connection.send(pack_reply(kind, frame.seq, *encode_body(value)))
@@ -382,9 +373,7 @@ class Bridge:
         for kind, seq, body, buffers in unpack_replies(data):
             if kind is Kind.DONE:
                 self._line.post(Done(name, way.sender, list(seqs_done(body))))
-            elif (
-                method := way.asked.pop(seq, None)
-            ) is not None:  # otherwise it comes again when it was asked again
+            elif (method := way.asked.pop(seq, None)) is not None:  # else it comes when it was asked again
                 self._line.post(self._translated(way, kind, seq, method, body, buffers))
 
     def _translated(

@@ -25,7 +25,7 @@ from .codec import Codec
 from .directory import Machine
 from .errors import RolecallError
 from .files import write_whole
-from .line import Batch, Gap, Line
+from .line import Batch, Frame, Gap, Line, Mail
 from .tokens import Forbidden, Scope
 
 __all__ = ["LEASE_S", "Fenced", "Joined", "Opened", "Relay", "Stale"]
@@ -127,7 +127,6 @@ class Relay:
             Machine(),
             machine,
             elastic=self._elastic,
-            may_send=self._may_send if known.scope == "worker" else None,
         )
         thread = threading.Thread(target=bridge.run, name=f"bridge to {known.name}", daemon=True)
         thread.start()
@@ -190,6 +189,8 @@ class Relay:
                 raise Stale("this session has ended: open another")
             node.seen = self._clock()
         node.bridge.check(batch.frames)
+        if node.known.scope == "worker":
+            self._check(batch.frames)
         try:
             line.receive(batch)
             answer = line.after(batch.heard, None if wait_s is None else min(wait_s, self._lease_s / 3))
@@ -198,6 +199,18 @@ class Relay:
         if line.closed:
             raise Stale("this session has ended: open another")
         return answer
+
+    def _check(self, frames: Sequence[Frame]) -> None:
+        """Raises Forbidden for mail that no machine with a worker's token may send."""
+        for frame in frames:
+            # A replica's name is its role's and a number.
+            if isinstance(frame, Mail) and frame.method not in self._may_send.get(
+                frame.receiver.partition("-")[0], ()
+            ):
+                raise Forbidden(
+                    f"{frame.receiver} takes no {frame.method!r} from machines with a worker's token: list it in the "
+                    "actor's for_workers, or join with a trainer's token"
+                )
 
     def leave(self, number: int) -> None:
         """This machine says goodbye. Raises Fenced."""
