@@ -65,6 +65,7 @@ class Buffer(Actor):
         "GET /v1/batch": "take",
         "GET /v1/policy/digest": "digest",
     }
+    for_workers: ClassVar = ("put", "digest")
 
     def __init__(
         self, *, capacity: int, max_staleness: int, prompts: Ref[PromptSource], weights: Store

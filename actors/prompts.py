@@ -17,6 +17,7 @@ from .types import Count, Lease, Prompt
 __all__ = ["PromptSource"]
 
 PromptCount = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+WorkerName = Annotated[str, msgspec.Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Lent = dict[Count, Count]
 """Prompts by id, each with the number of the lease it came with: one that is lent again is another loan."""
 
@@ -83,6 +84,7 @@ class PromptSource(Actor):
         "POST /v1/prompts/leave": "leave",
         "GET /v1/policy": "policy",
     }
+    for_workers: ClassVar = ("next", "hold", "leave", "policy")
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class PromptSource(Actor):
     @idempotent
     def next(
         self,
-        worker: str,
+        worker: WorkerName,
         incarnation: Count,
         lease: Count,
         holding: Lent,
@@ -146,7 +148,9 @@ class PromptSource(Actor):
         return self._lease(ledger.leases, ids, finished=finished)
 
     @idempotent
-    def hold(self, worker: str, incarnation: Count, lease: Count, holding: Lent, delivered: Lent) -> None:
+    def hold(
+        self, worker: WorkerName, incarnation: Count, lease: Count, holding: Lent, delivered: Lent
+    ) -> None:
         """As `next`, but without wanting more; of what is on its way to the worker meanwhile it says nothing.
 
         A worker says so before `hold_s` are over, or its prompts are lent anew.
@@ -157,7 +161,7 @@ class PromptSource(Actor):
                     loan.since = self.clock()
 
     @idempotent
-    def leave(self, worker: str, incarnation: Count, delivered: Lent) -> None:
+    def leave(self, worker: WorkerName, incarnation: Count, delivered: Lent) -> None:
         """This worker works no more: what is lent to it is lent anew, and what it still asks for is not given."""
         self._heed(worker, incarnation, _LAST, {}, delivered)
 

@@ -70,12 +70,15 @@ class Actor:
     preloads:       modules its process should have imported before it is forked.
     fork_safe:      False: its process is a fresh interpreter, for libraries that don't survive a fork.
     http:           messages other machines may send, as {"POST /v1/groups": "put"}; they must be idempotent.
+    for_workers:    messages that a worker's token allows, over HTTP and from machines that join; all others need a
+                    trainer's.
     stop_timeout_s: how long it may take to stop before it is killed.
     """
 
     preloads: ClassVar[tuple[str, ...]] = ()
     fork_safe: ClassVar[bool] = True
     http: ClassVar[dict[str, str]] = {}
+    for_workers: ClassVar[tuple[str, ...]] = ()
     stop_timeout_s: ClassVar[float] = 5.0
     context: Context
 

@@ -1,6 +1,6 @@
 """How HTTP requests wait for actors: in one thread, however many there are.
 
-    request ─▶ Gate of its route ─▶ ask_soon ─▶ … ─▶ the proxy's step ─▶ Asks.look wakes it
+    request ─▶ Turnstile of its route ─▶ ask_soon ─▶ … ─▶ the proxy's step ─▶ Asks.look wakes it
 
 A thousand workers may wait for a prompt at once. A message that waits with NotYet is tried again after each change of
 its actor, so only a few wait there, and the others in line here: what those few can't have, nobody behind them can.
@@ -18,7 +18,7 @@ from typing import Any
 from .errors import ActorStopped, AskTimeout
 from .ref import Answer, Ref
 
-__all__ = ["Asks", "Gate"]
+__all__ = ["Asks", "Turnstile"]
 
 MAX_ASKS = 16  # of one route that wait at their actor
 MAX_BYTES = 16 << 20  # of their bodies, unless one alone is larger
@@ -66,7 +66,7 @@ class Asks:
             _settle(woken)
 
 
-class Gate:
+class Turnstile:
     """Lets the requests of one route through in their order, as many as may wait at the actor at once."""
 
     def __init__(self) -> None:

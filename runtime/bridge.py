@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,11 @@ _from_supervisor = msgpack.Decoder(control.ToActor)
 
 @dataclass(eq=False)
 class _Caller:
-    """A local sender's connection to a far actor's inbox. unheard: sender and seq of answers that wait for room."""
+    """A local sender's connection to a far actor's inbox; asked and unheard (for want of room): by sender and seq."""
 
     connection: Connection
     member: Member
+    asked: dict[tuple[int, int], str] = field(default_factory=dict)
     unheard: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -268,6 +270,8 @@ class Bridge:
                 self._bury(member.name, header.method, str(error))
                 caller.connection.send(pack_done([header.seq]))
             return
+        if header.kind is Kind.ASK:
+            caller.asked[header.sender, header.seq] = header.method
         left_s = max(header.deadline - time.monotonic(), 0.001) if header.deadline else 0.0
         self._line.post(
             Mail(
@@ -297,16 +301,14 @@ class Bridge:
     def _answer(self, frame: Answered) -> None:
         name = self._who.inward(frame.receiver)
         caller = self._back.get((name, frame.sender))
-        if caller is None:
-            return  # its asker will ask again, on a connection of its own
+        method = None if caller is None else caller.asked.pop((frame.sender, frame.seq), None)
+        if caller is None or method is None:
+            return  # its asker will ask again, on a connection of its own; or nobody has asked
         try:
-            if frame.failed:
-                kind, value = Kind.ERROR, decode_error(frame.body)
-            else:
-                kind, value = (
-                    Kind.ANSWER,
-                    self._codec.decode_answer(self._who.far[name].role, frame.method, frame.body),
-                )
+            kind, role = Kind.ERROR if frame.failed else Kind.ANSWER, self._who.far[name].role
+            # By what was asked, not by what the answer says of itself.
+            decode = decode_error if frame.failed else partial(self._codec.decode_answer, role, method)
+            value = decode(frame.body)
         except Refused as error:
             kind, value = Kind.ERROR, error
         caller.connection.send(pack_reply(kind, frame.seq, *encode_body(value)))
@@ -371,9 +373,7 @@ class Bridge:
         for kind, seq, body, buffers in unpack_replies(data):
             if kind is Kind.DONE:
                 self._line.post(Done(name, way.sender, list(seqs_done(body))))
-            elif (
-                method := way.asked.pop(seq, None)
-            ) is not None:  # otherwise it comes again when it was asked again
+            elif (method := way.asked.pop(seq, None)) is not None:  # else it comes when it was asked again
                 self._line.post(self._translated(way, kind, seq, method, body, buffers))
 
     def _translated(

@@ -1,4 +1,4 @@
-"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join|launch`."""
+"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join|token|launch`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import io
 import os
-import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -24,9 +24,11 @@ from .launch.commands import add_launch_commands
 from .launch.credentials import TOKEN
 from .logs import log_names, read_logs
 from .recipe import configure, load_recipe
+from .remote import CA
 from .runs import RunFolder, create_run, find_run, named, nobody
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
+from .tokens import SCOPES, change, seconds, write_private
 
 __all__ = ["main"]
 
@@ -76,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     run = _with_runs(with_recipe(command("run", _run, "start a recipe and see it through")))
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     run.add_argument("--proxy", metavar="HOST:PORT", help="let other machines join here, over HTTP")
+    run.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="the proxy's certificate: then it speaks HTTPS"
+    )
+    run.add_argument("--tls-key", type=Path, metavar="FILE", help="and its key")
     with_recipe(command("show", _show, "draw a recipe's graph and list its settings"))
     diff = command("diff", _diff, "what two recipes do differently")
     diff.add_argument("a", help="a recipe")
@@ -103,6 +109,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     join.add_argument("--engine", help="what they sample with here, instead of the run's own setting")
     join.add_argument("--engine-python", help="the interpreter they run in here")
+    join.add_argument("--ca", type=Path, metavar="FILE", help="certificates to check the run's by")
+    token = with_run(
+        command("token", _token, "write a new token of a run, or change what its tokens are worth")
+    )
+    token.add_argument("--scope", choices=SCOPES, default="worker", help="what it allows (default: worker)")
+    token.add_argument("--expires", metavar="TIME", help="as in 12h (default: with the run)")
+    token.add_argument(
+        "--rotate", action="store_true", help="sign with a new key; writes the run's token anew"
+    )
+    token.add_argument(
+        "--grace", metavar="TIME", default="10m", help="and let the old one hold for (default: 10m)"
+    )
+    token.add_argument("--revoke", metavar="ID", help="write none: this one holds no longer")
     launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
     add_launch_commands(launch)
     return parser
@@ -125,9 +144,10 @@ def _run(options: argparse.Namespace) -> int:
         )
     name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
     address = _address(options.proxy) if options.proxy else None
+    tls = _tls_files(options)
     run = create_run(options.runs, name, dataclasses.asdict(config))
     if address:
-        _add_proxy(graph, run, *address)
+        _add_proxy(graph, run, *address, tls)
     console = Console(run, recipe, to_stderr=options.json, awaited=absent)
     with console:
         outcome = _supervise(graph, run, name, console)
@@ -177,16 +197,28 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _add_proxy(graph: Graph, run: RunFolder, host: str, port: int) -> None:
+def _tls_files(options: argparse.Namespace) -> tuple[Path, Path] | None:
+    files = [file.resolve() for file in (options.tls_cert, options.tls_key) if file]
+    if not files:
+        return None
+    if len(files) < 2 or not options.proxy:
+        raise Unrecoverable("--tls-cert and --tls-key belong together, and to --proxy", exit_code=2)
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise Unrecoverable(f"can't read {file}: check --tls-cert and --tls-key", exit_code=2)
+    return files[0], files[1]
+
+
+def _add_proxy(graph: Graph, run: RunFolder, host: str, port: int, tls: tuple[Path, Path] | None) -> None:
     from .proxy import add_proxy
 
     token_file = run.path / "token"
-    token_file.touch(mode=0o600)
     # Whoever launches a run gives it the token that its workers have; no child needs it.
-    token_file.write_text((os.environ.pop(TOKEN, "") or secrets.token_urlsafe(32)) + "\n")
+    if given := os.environ.pop(TOKEN, ""):
+        write_private(token_file, f"{given}\n".encode())
     info = run.info
     about = {"run": info.id, "recipe": info.recipe, "config": info.config}
-    add_proxy(graph, host=host, port=port, token_file=token_file, about=about)
+    add_proxy(graph, host=host, port=port, token_file=token_file, about=about, tls=tls)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -258,9 +290,36 @@ def _sample(options: argparse.Namespace) -> int:
     return 0
 
 
+def _token(options: argparse.Namespace) -> int:
+    run, now = find_run(options.runs, options.run).path, time.time()
+    expires = None if options.expires is None else now + seconds("--expires", options.expires)
+    grace_s = seconds("--grace", options.grace)
+    with change(run) as ring:
+        if options.revoke:
+            ring.revoked.append(options.revoke)
+        if options.rotate:
+            ring.rotate(now, grace_s)
+        token, text = ring.issue(options.scope, expires)
+    if options.revoke:
+        say(f"{options.revoke} holds no longer", sys.stdout)
+        return 0
+    path = run / ("token" if options.rotate else f"token-{token.id}")
+    write_private(path, f"{text}\n".encode())
+    say(f"{path}: {token.scope}, id {token.id}, holds {_how_long(options.expires)}", sys.stdout)
+    if options.rotate:
+        say(f"tokens from before hold for {options.grace}", sys.stdout)
+    return 0
+
+
+def _how_long(expires: str | None) -> str:
+    return f"for {expires}" if expires else "as long as the run"
+
+
 def _join(options: argparse.Namespace) -> int:
     from .join import chosen_gpus, prepare
 
+    if options.ca:
+        os.environ[CA] = str(options.ca.resolve())  # for the link's process, too
     joining = prepare(
         options.url.rstrip("/"),
         options.token_file.resolve(),

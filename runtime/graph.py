@@ -190,6 +190,14 @@ class Graph:
             here += [other for other in wired if not self._roles[other].actor.http and other not in here]
         return here[len(elastic) :]
 
+    def open_to_workers(self) -> dict[str, tuple[str, ...]]:
+        """What machines that join with a worker's token may send, by role: messages that an actor lists in
+        `for_workers`, if what runs there is wired to it."""
+        private = self.private_parts()
+        here = [*private, *(role.name for role in self if role.elastic)]
+        wired = [other for name in here for other in self._roles[name].wires.values()]
+        return {name: self._roles[name].actor.for_workers for name in wired if name not in private}
+
     def add_part_for_joining(self, to: Graph, replicas: int, gpus: tuple[str, ...] = ()) -> None:
         """Add to another graph what a machine that joins runs: the elastic roles, each with so many replicas, and the
         private parts. gpus: for each replica the one that it alone sees, as in CUDA_VISIBLE_DEVICES."""

@@ -135,7 +135,7 @@ def part_of(
         whole.name, strategy=whole.strategy, max_restarts=whole.max_restarts, within_s=whole.within_s
     )
     link = graph.add(
-        "link", Link, url=url, token_file=token_file, name=joined.name, number=joined.number, lease_s=joined.lease_s,
+        "link", Link, url=url, token_file=token_file, joined=joined,
         roles={role.name: role.actor for role in whole}, private=whole.private_parts(),
     )  # fmt: skip
     graph.supervise(link)  # its deaths take nobody down

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from .directory import Machine
 from .errors import Finished, RolecallError, Unrecoverable
 from .line import Batch, Gap, Line
 from .relay import Joined, Opened
-from .remote import GIVE_UP_S, SESSION_HEADER, authorized, read_token
+from .remote import GIVE_UP_S, SESSION_HEADER, authorized, read_token, trusted
 
 if TYPE_CHECKING:
     import httpx
@@ -42,7 +43,9 @@ def join(url: str, token_file: Path, host: str) -> Joined:
 
     headers = authorized(read_token(token_file))
     try:
-        response = httpx.post(f"{url}/v1/relay/join", content=host.encode(), headers=headers, timeout=30.0)
+        response = httpx.post(
+            f"{url}/v1/relay/join", content=host.encode(), headers=headers, timeout=30.0, verify=trusted()
+        )
         response.raise_for_status()
         return json.decode(response.content, type=Joined)
     except (httpx.HTTPError, msgspec.DecodeError) as error:
@@ -52,8 +55,8 @@ def join(url: str, token_file: Path, host: str) -> Joined:
 
 
 class Link(Actor):
-    """Stands in for the actors of the run at `url` on machine `name`, with its `number`. roles: of the recipe; private:
-    those of which this machine has its own."""
+    """Stands in for the actors of the run at `url` on a machine that has joined. roles: of the recipe; private: those
+    of which this machine has its own."""
 
     preloads = ("httpx",)
 
@@ -62,26 +65,23 @@ class Link(Actor):
         *,
         url: str,
         token_file: Path,
-        name: str,
-        number: int,
-        lease_s: float,
+        joined: Joined,
         roles: Mapping[str, type[Actor]],
         private: Sequence[str],
     ) -> None:
-        self.url, self.token_file, self.machine = url, token_file, Machine(name, number)
-        self.lease_s, self.roles, self.private = lease_s, roles, private
+        self.url, self.token_file, self.joined = url, token_file, joined
+        self.roles, self.private = roles, private
 
     def on_start(self) -> None:
         context = self.context
-        codec = Codec(self.roles)
+        codec, here = Codec(self.roles), Machine(self.joined.name, self.joined.number)
         self._bridge = Bridge(
-            self.name, context.incarnation, context.sockets, codec, self.machine, Machine(), self.private
+            self.name, context.incarnation, context.sockets, codec, here, Machine(), self.private
         )
         self._thread = threading.Thread(target=self._bridge.run, name="bridge", daemon=True)
         self._thread.start()
-        self._dialer = Dialer(
-            self.url, read_token(self.token_file), self.machine.number, self.lease_s, self._bridge.open
-        )
+        read = partial(read_token, self.token_file)
+        self._dialer = Dialer(self.url, read, self.joined, self._bridge.open)
         self._dialer.start()
         while not self._bridge.introduced.wait(0.1):  # those that start next must find the others
             self._look()
@@ -110,18 +110,20 @@ class _Session:
 
 
 class Dialer:
-    """Makes the requests. `ending`: why there is nothing more to do: Finished, or Unrecoverable."""
+    """Makes the requests. read: the token, again when it is refused, for a new one may have been put in its place.
+    `ending`: why there is nothing more to do: Finished, or Unrecoverable."""
 
     def __init__(
         self,
         url: str,
-        token: str,
-        number: int,
-        lease_s: float,
+        read: Callable[[], str],
+        joined: Joined,
         new_line: Callable[[], Line],
         client: Callable[[], httpx.Client] | None = None,
     ) -> None:
-        self._url, self._token, self._number, self._lease_s = url, token, number, lease_s
+        self._url, self._read, self._token = url, read, read()
+        self._number, self._lease_s = joined.number, joined.lease_s
+        self._proof = f"{joined.number}.{joined.secret}"
         self._new_line, self._make_client = new_line, client or _client
         self.ending: Exception | None = None
         self._stopping = threading.Event()
@@ -146,7 +148,7 @@ class Dialer:
         if self.ending is None:
             # If it does not arrive the lease runs out, and who is fenced or late has left already.
             with self._make_client() as client, contextlib.suppress(_Again, _Stale, Finished, Unrecoverable):
-                self._post(client, "/leave", b"", str(self._number))
+                self._post(client, "/leave", b"", self._proof)
         if (session := self._session) is not None:
             session.line.close()
 
@@ -180,7 +182,7 @@ class Dialer:
     def _current(self, client: httpx.Client) -> _Session:
         with self._lock:
             if self._session is None:
-                opened = json.decode(self._post(client, "/open", b"", str(self._number)), type=Opened)
+                opened = json.decode(self._post(client, "/open", b"", self._proof), type=Opened)
                 self._session = _Session(opened.session, self._new_line())
             return self._session
 
@@ -217,7 +219,8 @@ class Dialer:
     def _post(self, client: httpx.Client, path: str, body: bytes, session: str) -> bytes:
         import httpx
 
-        headers = authorized(self._token) | {SESSION_HEADER: session}
+        token = self._token
+        headers = authorized(token) | {SESSION_HEADER: session}
         try:
             response = client.post(f"{self._url}/v1/relay{path}", content=body, headers=headers)
         except httpx.TransportError as error:
@@ -225,6 +228,9 @@ class Dialer:
         match response.status_code:
             case 200:
                 return response.content
+            case 401 if (new := self._read()) != token:
+                self._token = new
+                raise _Again("the run refused a token in whose place there is a new one")
             case 401:
                 raise Unrecoverable(
                     f"the run at {self._url} refused the token: copy its token file again (it is named when the run "
@@ -264,4 +270,4 @@ class _Stale(Exception):
 def _client() -> httpx.Client:
     import httpx
 
-    return httpx.Client(timeout=60.0)
+    return httpx.Client(timeout=60.0, verify=trusted())

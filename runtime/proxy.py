@@ -1,17 +1,18 @@
 """The HTTP door of a run: what machines that only dial out need, and nothing else.
 
-Each role may list messages in `http`, for example Buffer's {"POST /v1/groups": "put"}. The proxy checks the
-token, checks the JSON body against the handler's own types, asks the actor, and answers with JSON. Unbounded
-waits are cut: an actor that says NotYet for WAIT_S becomes 429 with Retry-After, and the client asks again.
-Machines that run actors of their own are reached through bridges, whose frames POST /v1/relay carries (see relay.py).
-When the run ends every request is answered with 410, for a while, so that whoever still works hears of it.
+Each role may list messages in `http`, for example Buffer's {"POST /v1/groups": "put"}. The proxy checks the token
+before it looks at anything else (see tokens.py), then what that allows, checks the JSON body against the handler's own
+types, asks the actor, and answers with JSON. Unbounded waits are cut: an actor that says NotYet for WAIT_S becomes 429
+with Retry-After, and the client asks again. Machines that run actors of their own are reached through bridges, whose
+frames POST /v1/relay carries (see relay.py). When the run ends every request is answered with 410, for a while, so
+that whoever still works hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
+import math
 import socket
 import threading
 import time
@@ -23,14 +24,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .actor import Actor
-from .asks import Asks, Gate
+from .asks import Asks, Turnstile
 from .docs import page
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
+from .gate import Gate, gone, impatient_protocol, read_body, refused
 from .graph import Graph
 from .openapi import arguments_type, describe
 from .ref import Ref, bound_transport
 from .relay import LEASE_S, Fenced, Relay, Stale
-from .remote import SESSION_HEADER, TOKEN_HEADER, read_token
+from .remote import SESSION_HEADER
+from .tokens import Forbidden, Keys, Scope, Token, prepare
 
 if TYPE_CHECKING:
     import uvicorn
@@ -43,10 +46,9 @@ __all__ = ["Proxy", "add_proxy", "build_app"]
 
 WAIT_S = 5.0  # how long a request waits for an actor before the client is told to ask again
 MAX_BODY_BYTES = 64 << 20
+MAX_SMALL_BYTES = 4096  # of a request that joins, opens or leaves
 MAX_WAITING_REQUESTS = 256  # of machines, each in a thread
 MAX_CONNECTIONS = 4096  # beyond it: 503
-HEADERS_S = 10.0  # how long a new connection may take to make its first request
-BODY_S = 120.0  # and a request to bring its body
 IDLE_S = 75  # between two requests: a worker that samples stays connected, to be told of the run's end
 OTHERS = {
     "GET /healthz": "Whether the proxy is there.",
@@ -62,15 +64,20 @@ FAREWELL_S = 10.0  # how long a run that has ended stays to tell those that are 
 
 
 def add_proxy(
-    graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any], lease_s: float = LEASE_S
-) -> Ref[Proxy]:
+    graph: Graph, *, host: str, port: int, token_file: Path, about: dict[str, Any], lease_s: float = LEASE_S,
+    tls: tuple[Path, Path] | None = None,
+) -> Ref[Proxy]:  # fmt: skip
     """Add a proxy to a graph: it serves what the graph's roles list in `http`, GET /v1/run = `about`, and machines that
-    join, which are dead for the run when they were not heard of for `lease_s`."""
+    join, which are dead for the run when they were not heard of for `lease_s`.
+
+    token_file: a worker's token, made when the proxy starts if there is none; the run's keys lie beside it. tls: the
+    files with certificate and key, for HTTPS.
+    """
     roles = {role.name: role.actor for role in graph}
     elastic = [role.name for role in graph if role.elastic]
     proxy = graph.add(
-        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, elastic=elastic, about=about,
-        lease_s=lease_s,
+        "proxy", Proxy, host=host, port=port, token_file=token_file, roles=roles, elastic=elastic,
+        may_send=graph.open_to_workers(), about=about, lease_s=lease_s, tls=tls,
     )  # fmt: skip
     graph.supervise(proxy)  # its deaths take nobody down
     return proxy
@@ -84,10 +91,11 @@ class Proxy(Actor):
 
     def __init__(
         self, *, host: str, port: int, token_file: Path, roles: dict[str, type[Actor]], elastic: list[str],
-        about: dict[str, Any], lease_s: float,
+        may_send: dict[str, tuple[str, ...]], about: dict[str, Any], lease_s: float, tls: tuple[Path, Path] | None,
     ) -> None:  # fmt: skip
-        self.host, self.port, self.token_file = host, port, token_file
-        self.roles, self.elastic, self.about, self.lease_s = roles, elastic, about, lease_s
+        self.host, self.port, self.token_file, self.tls = host, port, token_file, tls
+        self.roles, self.elastic, self.may_send = roles, elastic, may_send
+        self.about, self.lease_s = about, lease_s
 
     def on_start(self) -> None:
         import uvicorn
@@ -95,24 +103,25 @@ class Proxy(Actor):
         self._ended = threading.Event()
         context, file = self.context, self.state_folder / "machines"
         self._relay = Relay(
-            self.name, context.incarnation, context.sockets, self.roles, self.elastic, file, self.lease_s
-        )
+            self.name, context.incarnation, context.sockets, self.roles, self.elastic, self.may_send, file,
+            self.lease_s,
+        )  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._loop.add_reader(bound_transport(), self._loop.stop)  # type: ignore[arg-type]  an Endpoint
         self._asks = Asks(sent=self._loop.stop)
-        token = read_token(self.token_file)
-        app = build_app(self.roles, self.about, token, self._ended, self._asks, self._relay)
+        check = Keys(prepare(self.token_file, context.run)).check
+        app = build_app(self.roles, self.about, check, self._ended, self._asks, self._relay)
         self._socket = self._listen()
         host, port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
-            app, http=_impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
-            limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
+            app, http=impatient_protocol(), log_level="warning", access_log=False, lifespan="on",
+            ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S, **_tls(self.tls),
         )  # fmt: skip
         self._server: uvicorn.Server = uvicorn.Server(config)
         # Not `serve`, which would take this process's signals.
         self._serving = self._loop.create_task(self._server._serve([self._socket]))
         self._look_at = 0.0
-        self.report(url=f"http://{host}:{port}")
+        self.report(url=f"{'https' if self.tls else 'http'}://{host}:{port}")
         self._machines: list[str] | None = None
 
     def step(self) -> float | None:
@@ -165,48 +174,36 @@ class Proxy(Actor):
         return listener
 
 
-def _impatient_protocol() -> type[asyncio.Protocol]:
-    """HTTP/1.1 that hangs up on a connection without a first request: uvicorn itself waits for ever."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self.loop.call_later(HEADERS_S, self._hang_up)
-
-        def _hang_up(self) -> None:
-            if self.cycle is None:
-                self.transport.close()
-
-    return Impatient
+def _tls(files: tuple[Path, Path] | None) -> dict[str, Any]:
+    return {} if files is None else {"ssl_certfile": str(files[0]), "ssl_keyfile": str(files[1])}
 
 
 def build_app(
-    roles: Mapping[str, type[Actor]], about: dict[str, Any], token: str, ended: threading.Event,
+    roles: Mapping[str, type[Actor]], about: dict[str, Any], check: Callable[[str], Token], ended: threading.Event,
     asks: Asks, relay: Relay | None = None,
 ) -> Starlette:  # fmt: skip
-    """The ASGI app. `roles`: classes by name in the graph; `ended`: the run has; `asks`: whose `look` is called
-    whenever an answer may have come; `relay`: of machines that join."""
+    """The ASGI app. `roles`: classes by name in the graph; `check`: what a token says, or it raises Unauthorized;
+    `ended`: the run has; `asks`: whose `look` is called whenever an answer may have come; `relay`: of machines that
+    join."""
     from starlette.applications import Starlette
+    from starlette.middleware import Middleware
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
     async def healthz(request: Request) -> Response:
         return JSONResponse({"ok": True})
 
-    def refuse(request: Request) -> Response | None:
-        return _refusal(request, token) or (_gone() if ended.is_set() else None)
-
     async def run(request: Request) -> Response:
-        return refuse(request) or JSONResponse(about)
+        return JSONResponse(about)
 
     routes = [Route("/healthz", healthz), Route("/v1/run", run), *_documentation(roles)]
-    routes += [] if relay is None else _relay_routes(relay, refuse)
+    routes += [] if relay is None else _relay_routes(relay, ended)
     for name, actor in roles.items():
         for route, method in actor.http.items():
             verb, path = route.split()
-            routes.append(Route(path, _endpoint(name, actor, method, refuse, asks), methods=[verb]))
-    return Starlette(routes=routes, lifespan=_lifespan)
+            routes.append(Route(path, _endpoint(name, actor, method, asks), methods=[verb]))
+    gate = Middleware(Gate, check=check, ended=ended)
+    return Starlette(routes=routes, lifespan=_lifespan, middleware=[gate])
 
 
 def _documentation(roles: Mapping[str, type[Actor]]) -> list[Route]:
@@ -239,43 +236,27 @@ def _lifespan(app: Starlette) -> Any:
     return more_threads(app)
 
 
-def _refusal(request: Request, token: str) -> Response | None:
-    from starlette.responses import JSONResponse
-
-    given = request.headers.get(TOKEN_HEADER, "")
-    if hmac.compare_digest(given.encode(), token.encode()):
-        return None
-    return JSONResponse({"error": f"wrong or missing {TOKEN_HEADER}"}, status_code=401)
-
-
-def _gone() -> Response:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({"error": "the run has ended"}, status_code=410, headers={"Connection": "close"})
-
-
-def _endpoint(
-    name: str, actor: type[Actor], method: str, refuse: Callable[[Request], Response | None], asks: Asks
-) -> Callable[..., Any]:
+def _endpoint(name: str, actor: type[Actor], method: str, asks: Asks) -> Callable[..., Any]:
     from starlette.responses import JSONResponse, Response
+
+    needed: Scope = "worker" if method in actor.for_workers else "trainer"
 
     handler = getattr(actor, method)
     takes = arguments_type(handler)
     decoder = msgspec.json.Decoder(takes)
     ref: Ref[Any] = Ref(name, WAIT_S)
-    gate = Gate()
+    turnstile = Turnstile()
 
     async def endpoint(request: Request) -> Response:
-        refused = refuse(request)
-        if refused is not None:
-            return refused
-        body = await _body(request)
+        if not request.scope["token"].may(needed):
+            return refused(403, f"a worker's token does not allow {request.method} {request.url.path}")
+        body = await read_body(request, MAX_BODY_BYTES)
         if isinstance(body, Response):
             return body
         query = request.query_params
 
         async def ask() -> Any:
-            async with gate.entered(len(body), WAIT_S):
+            async with turnstile.entered(len(body), WAIT_S):
                 # Only now: those in line are bytes, not objects of many times their size.
                 arguments = (
                     decoder.decode(body) if body else msgspec.convert(dict(query), takes, strict=False)
@@ -284,13 +265,13 @@ def _endpoint(
 
         try:
             alike = request.method == "GET" and not body
-            answer = await (gate.shared(str(query), ask) if alike else ask())
-        except msgspec.DecodeError as error:
-            return JSONResponse({"error": str(error)}, status_code=422)
+            answer = await (turnstile.shared(str(query), ask) if alike else ask())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return refused(422, str(error))
         except AskTimeout:
             return Response(status_code=429, headers={"Retry-After": "0"})
         except ActorStopped:
-            return _gone()
+            return gone()
         except ActorDied as error:
             return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
         except Exception as error:  # noqa: BLE001  the handler's own, whatever it is, goes to who asked
@@ -300,7 +281,7 @@ def _endpoint(
     return endpoint
 
 
-def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) -> list[Route]:
+def _relay_routes(relay: Relay, ended: threading.Event) -> list[Route]:
     """Joining, opening a session, exchanging frames, and leaving."""
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse, Response
@@ -308,36 +289,40 @@ def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) ->
 
     def route(path: str, answer: Callable[[Request, bytes, int, str], bytes]) -> Route:
         async def endpoint(request: Request) -> Response:
-            refused = refuse(request)
-            if refused is not None:
-                return refused
             number, _, session = request.headers.get(SESSION_HEADER, "0").partition(".")
             if not (number.isascii() and number.isdigit() and len(number) < 8):
                 return JSONResponse({"error": f"{SESSION_HEADER} is no session"}, status_code=422)
             try:
-                if session:
-                    relay.renew(int(number), session)  # refused before its body is read
-                body = await _body(request)
+                if path != "/join":  # refused before its body is read
+                    joined_as = (relay.prove if path else relay.renew)(int(number), session)
+                    if not request.scope["token"].may(joined_as):
+                        raise Forbidden("this machine joined with a trainer's token: go on with one")
+                body = await read_body(request, MAX_SMALL_BYTES if path else MAX_BODY_BYTES)
                 if isinstance(body, Response):
                     return body
                 return Response(await run_in_threadpool(answer, request, body, int(number), session))
             except Fenced as error:
                 return JSONResponse({"error": str(error), "fenced": True}, status_code=410)
             except Stale as error:  # also because the run has ended meanwhile: then it is time to say so
-                return refuse(request) or JSONResponse({"error": str(error)}, status_code=409)
+                return gone() if ended.is_set() else refused(409, str(error))
+            except Forbidden as error:
+                return refused(403, str(error))
             except RolecallError as error:
-                return JSONResponse({"error": str(error)}, status_code=503)
-            except ValueError as error:  # of which msgspec's are, too
-                return JSONResponse({"error": str(error)}, status_code=422)
+                return refused(503, str(error))
+            except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors, too
+                return refused(422, str(error))
 
-        return Route(path, endpoint, methods=["POST"])
+        return Route(f"/v1/relay{path}", endpoint, methods=["POST"])
 
     def exchange(request: Request, body: bytes, number: int, session: str) -> bytes:
         wait = request.query_params.get("wait")
-        return relay.exchange(number, session, body, None if wait is None else float(wait))
+        wait_s = None if wait is None else float(wait)
+        if wait_s is not None and not (math.isfinite(wait_s) and wait_s >= 0.0):
+            raise ValueError(f"wait={wait_s}: seconds from 0 up")
+        return relay.exchange(number, session, body, wait_s)
 
     def join(request: Request, body: bytes, number: int, session: str) -> bytes:
-        return msgspec.json.encode(relay.join(body.decode()))
+        return msgspec.json.encode(relay.join(body.decode(), request.scope["token"].scope))
 
     def open(request: Request, body: bytes, number: int, session: str) -> bytes:
         return msgspec.json.encode(relay.open(number))
@@ -347,35 +332,4 @@ def _relay_routes(relay: Relay, refuse: Callable[[Request], Response | None]) ->
         return b""
 
     answers = {"": exchange, "/join": join, "/open": open, "/leave": leave}
-    return [route(f"/v1/relay{path}", answer) for path, answer in answers.items()]
-
-
-async def _body(request: Request) -> bytes | Response:
-    """The body, or why there is none."""
-    from starlette.requests import ClientDisconnect
-    from starlette.responses import JSONResponse, Response
-
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = await _read(request)
-    except ClientDisconnect:
-        return Response(status_code=400)  # which nobody reads
-    except TimeoutError:
-        return JSONResponse({"error": f"no whole body within {BODY_S:.0f} s"}, status_code=408)
-    if body is None:
-        return JSONResponse({"error": f"more than {MAX_BODY_BYTES} bytes"}, status_code=413)
-    return body
-
-
-async def _read(request: Request) -> bytes | None:
-    """The body, or None if it is too large; a body that lies about its size is cut off as well."""
-    if int(request.headers.get("Content-Length", "0")) > MAX_BODY_BYTES:
-        return None
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            return None
-        chunks.append(chunk)
-    return b"".join(chunks)
+    return [route(path, answer) for path, answer in answers.items()]

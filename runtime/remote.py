@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from .errors import RolecallError, Unrecoverable
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["BEARER", "GIVE_UP_S", "SESSION_HEADER", "TOKEN_HEADER", "authorized", "fetch_about", "read_token"]
+__all__ = ["BEARER", "CA", "GIVE_UP_S", "SESSION_HEADER", "TOKEN_HEADER", "authorized", "fetch_about", "read_token",
+           "trusted"]  # fmt: skip
 
 TOKEN_HEADER = "X-Rolecall-Token"  # noqa: S105  the header's name, not a secret; gateways need Authorization
 SESSION_HEADER = "X-Rolecall-Session"  # a machine's number, and after a dot its session with the relay
 BEARER = "ROLECALL_BEARER"  # the variable with what a platform's gateway wants as Authorization: Bearer
+CA = "ROLECALL_CA"  # the variable with a file of certificates that the run's is checked by, instead of the system's
 GIVE_UP_S = 120.0  # a proxy that restarts is back within seconds; a run that has ended never is
 
 
@@ -39,12 +42,24 @@ def authorized(token: str) -> dict[str, str]:
     return {TOKEN_HEADER: token} | ({"Authorization": f"Bearer {bearer}"} if bearer else {})
 
 
+def trusted() -> ssl.SSLContext | bool:
+    """What an httpx client is to trust. Raises Unrecoverable (exit code 2) if that can't be read."""
+    path = os.environ.get(CA)
+    if not path:
+        return True
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise Unrecoverable(f"can't read certificates from {path}: {error}", exit_code=2) from error
+
+
 def fetch_about(url: str, token_file: Path) -> dict[str, Any]:
     """What a run says of itself: recipe, config. Raises Unrecoverable (exit code 2) if there is none."""
     import httpx
 
+    headers = authorized(read_token(token_file))
     try:
-        response = httpx.get(f"{url}/v1/run", headers=authorized(read_token(token_file)), timeout=10.0)
+        response = httpx.get(f"{url}/v1/run", headers=headers, timeout=10.0, verify=trusted())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unrecoverable(
             f"no run answers at {url} ({error}): check the address, and that the run was started with --proxy",

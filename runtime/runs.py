@@ -6,7 +6,8 @@ runs/async_grpo-20260131-120000-7f3a/
     dead_letters.jsonl  messages that nobody will handle, if there are any
     logs/           each role's output
     state/          what roles keep over a restart
-    token           for `rolecall join`, mode 0600, if the run has a proxy
+    token           for `rolecall join`, mode 0600, if the run has a proxy; token-ID: others that were asked for
+    keys            by which the proxy checks tokens, mode 0600
 and what the recipe's own actors write there (metrics.jsonl, eval.jsonl, adapter/, curves.png, …)
 """
 

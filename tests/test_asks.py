@@ -1,4 +1,4 @@
-"""How many requests wait for one actor: the gate of a route, and a thousand long polls at a real proxy."""
+"""How many requests wait for one actor: the turnstile of a route, and a thousand long polls at a real proxy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 from rolecall import ActorStopped, AskTimeout, Ref
 from rolecall.runtime import asks
-from rolecall.runtime.asks import Asks, Gate
+from rolecall.runtime.asks import Asks, Turnstile
 from rolecall.runtime.peer import Pending
 from rolecall.runtime.ref import bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER
@@ -76,8 +76,10 @@ def test_an_answer_that_does_not_come(actor: Later):
     asyncio.run(scenario())
 
 
-async def enter(gate: Gate, log: list[int], number: int, leave: asyncio.Event, size: int = 1) -> None:
-    async with gate.entered(size, 60.0):
+async def enter(
+    turnstile: Turnstile, log: list[int], number: int, leave: asyncio.Event, size: int = 1
+) -> None:
+    async with turnstile.entered(size, 60.0):
         log.append(number)
         await leave.wait()
 
@@ -89,9 +91,9 @@ async def settle() -> None:
 
 def test_only_so_many_wait_at_the_actor_and_the_others_in_their_order():
     async def scenario() -> None:
-        gate, log = Gate(), list[int]()
+        turnstile, log = Turnstile(), list[int]()
         leaves = [asyncio.Event() for _ in range(asks.MAX_ASKS + 3)]
-        tasks = [asyncio.create_task(enter(gate, log, i, leave)) for i, leave in enumerate(leaves)]
+        tasks = [asyncio.create_task(enter(turnstile, log, i, leave)) for i, leave in enumerate(leaves)]
         await settle()
         assert log == list(range(asks.MAX_ASKS))
         for number in (5, 3):
@@ -99,7 +101,7 @@ def test_only_so_many_wait_at_the_actor_and_the_others_in_their_order():
         await settle()
         assert log[asks.MAX_ASKS :] == [asks.MAX_ASKS, asks.MAX_ASKS + 1]
         with pytest.raises(AskTimeout, match="1 others"):
-            async with gate.entered(1, 0.01):
+            async with turnstile.entered(1, 0.01):
                 pass
         for leave in leaves:
             leave.set()
@@ -111,22 +113,22 @@ def test_only_so_many_wait_at_the_actor_and_the_others_in_their_order():
 
 def test_a_large_body_waits_for_room_but_alone_it_may_be_of_any_size():
     async def scenario() -> None:
-        gate, log, leave = Gate(), list[int](), asyncio.Event()
-        tasks = [asyncio.create_task(enter(gate, log, 0, leave, asks.MAX_BYTES * 2))]
-        tasks += [asyncio.create_task(enter(gate, log, 1, leave))]
+        turnstile, log, leave = Turnstile(), list[int](), asyncio.Event()
+        tasks = [asyncio.create_task(enter(turnstile, log, 0, leave, asks.MAX_BYTES * 2))]
+        tasks += [asyncio.create_task(enter(turnstile, log, 1, leave))]
         await settle()
         assert log == [0]
         leave.set()
         await asyncio.gather(*tasks)
         leave.clear()
-        tasks = [asyncio.create_task(enter(gate, log, 2, leave))]
+        tasks = [asyncio.create_task(enter(turnstile, log, 2, leave))]
         await settle()
         with pytest.raises(AskTimeout):
-            async with gate.entered(asks.MAX_BYTES, 0.01):
+            async with turnstile.entered(asks.MAX_BYTES, 0.01):
                 pass
         leave.set()
         await asyncio.gather(*tasks)
-        async with gate.entered(asks.MAX_BYTES, 0.0):
+        async with turnstile.entered(asks.MAX_BYTES, 0.0):
             assert log == [0, 1, 2]
 
     asyncio.run(scenario())
@@ -134,19 +136,19 @@ def test_a_large_body_waits_for_room_but_alone_it_may_be_of_any_size():
 
 def test_those_who_want_the_same_ask_once():
     async def scenario() -> None:
-        gate, asked, leave = Gate(), list[str](), asyncio.Event()
+        turnstile, asked, leave = Turnstile(), list[str](), asyncio.Event()
 
         async def ask() -> int:
             asked.append("")
             await leave.wait()
             return len(asked)
 
-        tasks = [asyncio.create_task(gate.shared(key, ask)) for key in ("a", "a", "b")]
+        tasks = [asyncio.create_task(turnstile.shared(key, ask)) for key in ("a", "a", "b")]
         await settle()
         tasks[0].cancel()  # who leaves takes nobody with it
         leave.set()
         assert await asyncio.gather(*tasks[1:]) == [2, 2]
-        assert await gate.shared("a", ask) == 3
+        assert await turnstile.shared("a", ask) == 3
 
     asyncio.run(scenario())
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rolecall import ActorDied, RolecallError
 from rolecall.runtime.control import NODE_BITS
-from rolecall.runtime.line import FarMember, Heard, Mail, Members
+from rolecall.runtime.line import Answered, FarMember, Heard, Mail, Members
 from rolecall.runtime.ref import Call
 
 from .machines import Counting, Note, World
@@ -49,6 +49,29 @@ def test_what_cannot_travel_is_told_to_its_sender(world: World):
     world.settle()
     assert world.run.dead_letters == 1
     assert not world.run.endpoint._outbox.telling
+
+
+@pytest.mark.parametrize("method", ["fail", "ask_me"])
+def test_an_answer_is_read_by_what_was_asked(world: World, method: str):
+    """Another machine's word for what it answers is worth nothing, nor are answers that nobody waits for."""
+    run = world.run
+    answer = run.endpoint.ask_soon("b", Call.of(Counting.ask_me_later, (Note("a", 7),), {}), 600.0)
+    asked: dict[tuple[int, int], str] = {}
+    while not asked:
+        run.endpoint.wait(0.0)
+        run.turn()
+        run.bridge.turn(0.0)
+        asked = {key: name for one in run.bridge._callers.values() for key, name in one.asked.items()}
+    [(sender, seq)] = asked
+    assert asked[sender, seq] == "ask_me_later"
+    for number in (seq + 1, seq, seq):  # one that was not asked, one that was, and again
+        run.bridge._hear_frame(Answered("gpu-1/b", sender, number, method, False, b"\xc0"))
+    while not answer.done:
+        run.endpoint.wait(0.0)
+    with pytest.raises(
+        RolecallError, match=r"Counting\.ask_me_later: its answer came from another machine and is"
+    ):
+        answer.result()
 
 
 def test_what_has_the_wrong_type_is_refused_on_the_other_machine(world: World):

@@ -15,7 +15,7 @@ from rolecall.runtime.runs import RunFolder, RunInfo, create_run, find_run
 from .commands import Command
 
 FLAGS = {
-    "run": ["--json", "--proxy", "--runs", "--set"],
+    "run": ["--json", "--proxy", "--runs", "--set", "--tls-cert", "--tls-key"],
     "show": ["--set"],
     "diff": [],
     "ps": ["--json", "--runs"],
@@ -23,7 +23,8 @@ FLAGS = {
     "restart": ["--runs"],
     "stop": ["--runs"],
     "sample": ["--runs"],
-    "join": ["--engine", "--engine-python", "--gpus", "--runs", "--token-file", "--workers"],
+    "join": ["--ca", "--engine", "--engine-python", "--gpus", "--runs", "--token-file", "--workers"],
+    "token": ["--expires", "--grace", "--revoke", "--rotate", "--runs", "--scope"],
     "launch": [],  # its own commands are in test_launch.py
 }
 RESULT = {
@@ -121,6 +122,9 @@ def test_a_recipe_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["async_grpo", "--set", "store=http://x"], "'http://x' is not a place for a store: a store is s3://"),
         (["async_grpo", "--proxy", "8700"], "--proxy 8700: write it as HOST:PORT, as in 127.0.0.1:8700"),
         (["async_grpo", "--proxy", "here:70000"], "--proxy here:70000: write it as HOST:PORT"),
+        (["async_grpo", "--tls-cert", "c"], "--tls-cert and --tls-key belong together, and to --proxy"),
+        (["async_grpo", "--tls-cert", "c", "--tls-key", "k"], "--tls-cert and --tls-key belong together, and to"),
+        (["async_grpo", "--proxy", "127.0.0.1:0", "--tls-cert", "c", "--tls-key", "k"], "can't read {here}/c: check"),
         (["async_grpo", "--runs", "file/runs"], "can't make the run's folder file/runs/async_grpo-"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from rolecall import Actor, Graph, Ref, Restart, Strategy
 
 class Store(Actor):
     http: ClassVar[dict[str, str]] = {"POST /v1/items": "put"}
+    for_workers: ClassVar[tuple[str, ...]] = ("put",)
 
     def put(self, item: int) -> None: ...
 
@@ -103,6 +104,14 @@ def test_a_machine_that_joins_runs_the_elastic_roles_and_what_only_they_can_reac
     assert part["worker"].replicas == 5
     assert part["scorer"].replicas == 1
     assert graph["worker"].replicas == 2
+
+
+def test_what_a_machine_that_joins_may_send():
+    """What the roles it reaches list, and nothing to those of which it has its own or to which it is not wired."""
+    graph, worker = ring()
+    assert graph.open_to_workers() == {}
+    graph.place(worker, elastic=True)
+    assert graph.open_to_workers() == {"store": ("put",)}
 
 
 def test_a_supervisor_of_their_own_keeps_the_order_of_its_roles():

@@ -26,6 +26,7 @@ from rolecall.runtime.proxy import build_app
 from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER
 from rolecall.runtime.switchboard import Switchboard
+from rolecall.runtime.tokens import Ring, Scope
 
 TOKEN = "the-token"
 LEASE_S = 30.0
@@ -60,20 +61,30 @@ class InProcess(httpx.BaseTransport):
 class Door:
     """A relay behind its routes, on a clock of its own, in a run where nobody else is."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        role: tuple[str, type[Actor]] = ("desk", Desk),
+        may_send: tuple[str, ...] = ("put",),
+    ) -> None:
+        self.role, self.may_send = role, may_send
         self.file = folder / "machines"
         self.sockets = Path(tempfile.mkdtemp(prefix="rolecall-", dir="/tmp"))
         self.switchboard = Switchboard(self.sockets)
         self.time = 0.0
         self.ended = threading.Event()
+        self.ring = Ring.new("r1", given=TOKEN)
+        self.joined: dict[int, Joined] = {}
         self.restart()
 
     def restart(self) -> None:
         """As the proxy does after it was killed."""
         self.relay = Relay(
-            "proxy", 1, self.sockets, {"desk": Desk}, ["desk"], self.file, LEASE_S, clock=lambda: self.time
-        )
-        self.app = build_app({}, {}, TOKEN, self.ended, Asks(), self.relay)
+            "proxy", 1, self.sockets, dict([self.role]), ["desk"], {self.role[0]: self.may_send}, self.file, LEASE_S,
+            clock=lambda: self.time,
+        )  # fmt: skip
+        check = lambda text: self.ring.check(text, 0.0)  # noqa: E731
+        self.app = build_app({}, {}, check, self.ended, Asks(), self.relay)
 
     def client(self, failures: list[httpx.Response | Exception] | None = None) -> httpx.Client:
         transport = InProcess(self.app, [] if failures is None else failures)
@@ -84,9 +95,18 @@ class Door:
         with self.client() as client:
             return client.post(f"/v1/relay{path}", content=body, headers=headers)
 
+    def join(self, host: str, scope: Scope = "worker") -> Joined:
+        joined = self.relay.join(host, scope)
+        self.joined[joined.number] = joined
+        return joined
+
+    def proof(self, number: int = 1) -> str:
+        """By which a machine is known."""
+        return f"{number}.{self.joined[number].secret}"
+
     def open(self, number: int = 1) -> str:
         """A session as requests name it."""
-        return f"{number}.{self.post('/open', session=str(number)).json()['session']}"
+        return f"{number}.{self.post('/open', session=self.proof(number)).json()['session']}"
 
     def close(self) -> None:
         self.relay.close()
@@ -106,21 +126,21 @@ def batch(*frames: Frame, first: int = 1, heard: int = 0) -> bytes:
 
 
 def test_numbers_are_never_used_again(door: Door):
-    first = door.relay.join("gpu.example.org")
-    assert first == Joined("gpu.example.org-1", 1, LEASE_S)
-    assert door.relay.join("a strange/name of a host, too").name == "a-strange-name-o-2"
+    first = door.join("gpu.example.org")
+    assert first == Joined("gpu.example.org-1", 1, LEASE_S, first.secret)
+    assert door.join("a strange/name of a host, too").name == "a-strange-name-o-2"
     door.relay.leave(1)
-    assert door.relay.join("").name == "machine-3"
+    assert door.join("").name == "machine-3"
     door.restart()
-    assert door.relay.join("x").number == 4
+    assert door.join("x").number == 4
     with pytest.raises(Fenced):
         door.relay.open(1)
     door.relay.open(3)
 
 
 def test_a_lease_runs_out(door: Door):
-    door.relay.join("a")
-    door.relay.join("b")
+    door.join("a")
+    door.join("b")
     session = door.relay.open(1).session
     door.time = LEASE_S
     door.relay.look()
@@ -142,14 +162,14 @@ def test_a_lease_runs_out(door: Door):
 
 @pytest.mark.parametrize("path", ["", "/join", "/open", "/leave"])
 def test_a_wrong_token(door: Door, path: str):
-    door.relay.join("a")
+    door.join("a")
     for token in ("", "the-toke", "another"):
         assert door.post(path, EMPTY, session="1", token=token).status_code == 401
-    assert door.relay.join("b").number == 2
+    assert door.join("b").number == 2
 
 
 def test_a_session_that_has_ended_is_refused_before_its_body_is_read(door: Door):
-    door.relay.join("a")
+    door.join("a")
     old = door.open()
     assert door.post("", EMPTY, session=old).status_code == 200
     new = door.open()
@@ -162,18 +182,18 @@ def test_a_session_that_has_ended_is_refused_before_its_body_is_read(door: Door)
 
 
 def test_frames_that_are_missing_end_the_session(door: Door):
-    door.relay.join("a")
+    door.join("a")
     assert door.post("", batch(Done("desk", 1, [1]), first=2), session=door.open()).status_code == 409
     assert door.post("", batch(heard=7), session=door.open()).status_code == 409
 
 
 def test_a_machine_that_is_dead_for_the_run(door: Door):
-    door.relay.join("a")
+    door.join("a")
     session = door.open()
     door.time = LEASE_S + 1.0
     door.relay.look()
     for path in ("", "/open", "/leave"):
-        response = door.post(path, EMPTY, session=session)
+        response = door.post(path, EMPTY, session=door.proof() if path else session)
         assert (response.status_code, response.json()["fenced"]) == (410, True)
 
 
@@ -200,7 +220,7 @@ FAR = (1 << NODE_BITS) + 1
     ],
 )
 def test_a_machine_speaks_only_for_its_own_actors(door: Door, frame: Frame):
-    door.relay.join("a")
+    door.join("a")
     session = door.open()
     response = door.post("", batch(frame), session=session)
     assert response.status_code == 422, frame
@@ -219,12 +239,12 @@ def test_a_machine_speaks_only_for_its_own_actors(door: Door, frame: Frame):
     ],
 )
 def test_a_body_that_is_no_batch(door: Door, body: bytes):
-    door.relay.join("a")
+    door.join("a")
     assert door.post("", body, session=door.open()).status_code == 422
 
 
 def test_a_role_that_no_other_machine_runs(door: Door):
-    door.relay.join("a")
+    door.join("a")
     member = FarMember("a-1/trainer", "trainer", FAR, "up", "", [])
     response = door.post("", batch(Members([member])), session=door.open())
     assert response.status_code == 422
@@ -232,7 +252,7 @@ def test_a_role_that_no_other_machine_runs(door: Door):
 
 
 def test_more_than_a_page_holds(door: Door):
-    door.relay.join("a")
+    door.join("a")
     member = FarMember("a-1/desk", "desk", FAR, "down", "", [Memory(1, 1, [], list(range(1, 66)))])
     response = door.post("", batch(Members([member])), session=door.open())
     assert response.status_code == 422
@@ -252,7 +272,7 @@ def test_more_than_a_page_holds(door: Door):
     ],
 )
 def test_frames_with_more_than_any_page_or_header_holds(door: Door, frame: list[Any]):
-    door.relay.join("a")
+    door.join("a")
     assert door.post("", msgpack.encode([1, 0, [frame]]), session=door.open()).status_code == 422
 
 
@@ -275,7 +295,7 @@ def test_a_session_that_is_none(door: Door, session: str):
 
 def test_a_body_too_large(door: Door, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proxy, "MAX_BODY_BYTES", 100)
-    door.relay.join("a")
+    door.join("a")
     assert door.post("", b"\xc1" * 101, session=door.open()).status_code == 413
 
 
@@ -285,11 +305,12 @@ def test_a_body_too_large(door: Door, monkeypatch: pytest.MonkeyPatch):
 class Dialing:
     """A Dialer whose requests go to `respond`; what it delivers, and its lines."""
 
-    def __init__(self, make_client: Callable[[], httpx.Client]) -> None:
+    def __init__(self, make_client: Callable[[], httpx.Client], secret: str = "") -> None:
         self.got: list[Frame] = []
         self.lines: list[Line] = []
         self.came = threading.Condition()
-        self.dialer = Dialer("http://run", TOKEN, 1, 0.6, self.new_line, make_client)
+        joined = Joined("a-1", 1, 0.6, secret)
+        self.dialer = Dialer("http://run", lambda: TOKEN, joined, self.new_line, make_client)
 
     def new_line(self) -> Line:
         line = Line(self.deliver)
@@ -360,13 +381,13 @@ def test_a_run_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_gateway_without_its_run_for_a_while(door: Door):
-    door.relay.join("a")
+    door.join("a")
     away: list[httpx.Response | Exception] = [
         httpx.Response(502),
         httpx.ConnectError("refused"),
         httpx.Response(429),
     ]
-    here = Dialing(lambda: door.client(away))
+    here = Dialing(lambda: door.client(away), door.joined[1].secret)
     here.dialer.start()
     here.wait(lambda: here.lines)
     there = door.relay._nodes[1]
@@ -384,8 +405,8 @@ def test_a_gateway_without_its_run_for_a_while(door: Door):
 
 
 def test_a_goodbye_that_does_not_arrive(door: Door):
-    door.relay.join("a")
-    here = Dialing(door.client)
+    door.join("a")
+    here = Dialing(door.client, door.joined[1].secret)
     here.dialer.start()
     here.wait(lambda: here.lines)
     here.dialer._make_client = lambda: door.client([httpx.ConnectError("refused")])
@@ -394,8 +415,8 @@ def test_a_goodbye_that_does_not_arrive(door: Door):
 
 
 def test_when_the_relay_is_new_a_new_line_begins(door: Door):
-    door.relay.join("a")
-    here = Dialing(door.client)
+    door.join("a")
+    here = Dialing(door.client, door.joined[1].secret)
     here.dialer.start()
     here.wait(lambda: here.lines)
     door.relay.open(1)  # as another link would
@@ -409,7 +430,7 @@ def test_when_the_relay_is_new_a_new_line_begins(door: Door):
 
 
 def test_a_stale_session_is_said(door: Door):
-    door.relay.join("a")
+    door.join("a")
     old = door.relay.open(1).session
     door.relay.open(1)
     with pytest.raises(Stale):

@@ -16,7 +16,7 @@ import uvicorn.server
 from rolecall import Actor, ActorDied, ActorStopped, AskTimeout, Finished, RolecallError, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
-from rolecall.runtime import proxy
+from rolecall.runtime import gate, proxy
 from rolecall.runtime.asks import Asks
 from rolecall.runtime.openapi import describe
 from rolecall.runtime.peer import Heard
@@ -24,6 +24,7 @@ from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
+from rolecall.runtime.tokens import Ring
 
 from .processes import GRAPHS, Run
 from .rest import Rest, checked
@@ -72,13 +73,16 @@ def actor() -> Iterator[Answering]:
 
 
 class Client:
-    """Requests to the app in this process, with the run's token."""
+    """Requests to the app in this process, with a trainer's token."""
 
     def __init__(self, role: tuple[str, type[Actor]] = ("desk", Desk)) -> None:
         self.ended = threading.Event()
-        self.app = build_app(dict([role]), {"run": "r1"}, TOKEN, self.ended, Asks())
+        ring = Ring.new("r1", given=TOKEN)
+        self.app = build_app(
+            dict([role]), {"run": "r1"}, lambda text: ring.check(text, 0.0), self.ended, Asks()
+        )
         self.document = describe(dict([role]), proxy.WAIT_S, proxy.OTHERS)
-        self.headers = httpx.Headers({TOKEN_HEADER: TOKEN})
+        self.headers = httpx.Headers({TOKEN_HEADER: ring.issue("trainer", None)[1]})
 
     def request(
         self, verb: str, path: str, *, headers: dict[str, Any] | None = None, **body: Any
@@ -240,7 +244,7 @@ def test_a_query_that_is_not_the_handlers_arguments(
 
 
 def test_a_body_that_never_ends(actor: Answering, client: Client, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "BODY_S", 0.02)
+    monkeypatch.setattr(gate, "BODY_S", 0.02)
 
     async def endless() -> AsyncIterator[bytes]:
         yield b"{"
@@ -271,10 +275,10 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(actor: Answering, client
 
 
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEADERS_S", 0.02)
+    monkeypatch.setattr(gate, "HEADERS_S", 0.02)
 
     async def visit() -> tuple[bytes, bytes]:
-        config = uvicorn.Config(Client().app, http=proxy._impatient_protocol(), log_level="warning")
+        config = uvicorn.Config(Client().app, http=gate.impatient_protocol(), log_level="warning")
         config.load()
         state = uvicorn.server.ServerState()
         loop = asyncio.get_running_loop()

@@ -13,6 +13,7 @@ import pytest
 from rolecall.actors.tiny import BASE
 from rolecall.actors.tiny.problems import held_out, training
 
+from .certificates import make_certificate
 from .commands import Command, lines, proxy_url, until
 from .hosts import install
 from .hub import Hub
@@ -153,7 +154,7 @@ def test_another_machine_joins(tmp_path: Path, s3_server: S3Server):
     shutil.copyfile(folder / "token", there / "token")
     assert (folder / "token").stat().st_mode & 0o077 == 0
     joined = [
-        argument.replace("http://trainer.example:8700", url) for argument in _arguments("rolecall join")
+        argument.replace("http://trainer.example:8700", url) for argument in _arguments("rolecall join http:")
     ]
     join = Command(joined, there, s3_server.environment())
     code, _, err = run.finish(180)
@@ -168,6 +169,42 @@ def test_another_machine_joins(tmp_path: Path, s3_server: S3Server):
     for path in [*folder.rglob("*"), *there.rglob("*")]:
         if path.is_file() and path.name != "token":
             assert token.encode() not in path.read_bytes(), path
+    assert run.processes() == [] and join.processes() == []
+
+
+def test_who_may_do_what(tmp_path: Path, s3_server: S3Server):
+    """Over HTTPS, with a worker's token of its own, while other tokens come and go."""
+    make_certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    def real(argument: str) -> str:
+        return argument.replace("my-bucket", s3_server.bucket).replace("0.0.0.0:8700", "127.0.0.1:0")
+
+    started = [real(argument) for argument in _arguments("rolecall run async_grpo --proxy")]
+    run = Command([*started, *SMALL, "--set", "rollout_workers=0"], tmp_path, s3_server.environment())
+    folder = run.run_folder()
+    url = proxy_url(folder)
+    assert url.startswith("https://")
+
+    def token(arguments: list[str]) -> str:
+        return _run([argument.replace("RUN", folder.name) for argument in arguments], tmp_path)
+
+    written = token(_arguments("rolecall token RUN --expires"))
+    assert "worker, id " in written and "holds for 12h" in written
+    assert ": trainer, id " in token(_arguments("rolecall token RUN --scope"))
+    assert token(_arguments("rolecall token RUN --revoke")) == "1f0c9a2b holds no longer\n"
+    shutil.copyfile(written.partition(":")[0], tmp_path / "token")
+    joined = [
+        argument.replace("https://trainer.example:8700", url)
+        for argument in _arguments("rolecall join https:")
+    ]
+    join = Command(joined, tmp_path, s3_server.environment())
+    until(lambda: lines(folder / "metrics.jsonl"))
+    assert "hold for 10m" in token(_arguments("rolecall token RUN --rotate"))
+    code, _, err = run.finish(180)
+    assert code == 0, err
+    check_ledger(folder, 8, 8)
+    code, _, err = join.finish(60)
+    assert code == 0, err
     assert run.processes() == [] and join.processes() == []
 
 

@@ -70,7 +70,9 @@ class Node:
 class Visit:
     """A run of graphs/far.py; `story` is told in a thread of its own, and ends the run when it is done."""
 
-    def __init__(self, folder: Path, story: Callable[[Visit], None], lease_s: float = 30.0) -> None:
+    def __init__(
+        self, folder: Path, story: Callable[[Visit], None], lease_s: float = 30.0, tls: str = ""
+    ) -> None:
         self.folder, self.story = folder, story
         self.token_file = folder / "token"
         self.token_file.touch(mode=0o600)
@@ -79,7 +81,7 @@ class Visit:
         self.stopped = False
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
-        settings = {"token_file": self.token_file, "lease_s": lease_s}
+        settings = {"token_file": self.token_file, "lease_s": lease_s, "tls": tls}
         self.run = Run("far", folder, settings, self.act)
 
     def act(self, run: Run, kind: str, name: str, value: Any) -> None:

@@ -25,7 +25,9 @@ class Desk(Actor):
         "GET /v1/items": "take",
         "POST /v1/items/wanted": "want",
         "POST /v1/broken": "fail",
+        "POST /v1/cleared": "clear",
     }
+    for_workers: ClassVar[tuple[str, ...]] = ("put", "take", "fail")
 
     def on_start(self) -> None:
         self._file = self.state_folder / "handled"
@@ -53,6 +55,13 @@ class Desk(Actor):
     @idempotent
     def fail(self) -> None:
         raise ValueError("the desk is broken")
+
+    @idempotent
+    def clear(self) -> int:
+        """Forget all items; how many there were."""
+        count = len(self.items)
+        self.items.clear()
+        return count
 
     def secret(self) -> Any: ...
 

@@ -15,6 +15,7 @@ class Ledger(Actor):
     """Writes down what it handles."""
 
     http: ClassVar[dict[str, str]] = {"POST /v1/notes": "note"}
+    for_workers: ClassVar[tuple[str, ...]] = ("note", "ask")
 
     def on_start(self) -> None:
         self._file = (self.state_folder / "notes").open("a")
@@ -95,6 +96,12 @@ class Driver(Actor):
 class Config:
     token_file: str = ""
     lease_s: float = 30.0
+    tls: str = ""
+
+
+def _two_files(text: str) -> tuple[Path, Path] | None:
+    first, comma, second = text.partition(",")
+    return (Path(first), Path(second)) if comma else None
 
 
 def build(config: Config) -> Graph:
@@ -111,5 +118,6 @@ def build(config: Config) -> Graph:
             token_file=Path(config.token_file),
             about={},
             lease_s=config.lease_s,
+            tls=_two_files(config.tls),
         )
     return graph
