@@ -19,10 +19,10 @@ from rolecall.runtime.line import Batch, FarMember, Mail, Members
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 from rolecall.runtime.tokens import Ring, change
 
+from .attackers import BODIES, NESTED, Canary
 from .certificates import make_certificate
 from .commands import until
 from .processes import Run
-from .test_attacks import BODIES, NESTED, Canary
 from .test_relay import Visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -178,9 +178,8 @@ def test_a_run_at_work_is_not_disturbed(tmp_path: Path):
         enemy = Enemy(visit)
         enemy.join()
         enemy.open()
-        while enemy.exchange(1, wait="5") == 200 and not (members := _members(enemy.batch)):
-            pass
-        enemy.ledger = members["ledger"]
+        assert enemy.exchange(1, wait="10") == 200
+        enemy.ledger = _members(enemy.batch)["ledger"]
         before = peak_bytes(visit.run)
         held = slowly(enemy)
         attacks: list[Callable[[Enemy, bytes], None]] = [
