@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import json
 from rolecall.recipes import async_grpo
+from rolecall.runtime.asks import Asks
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.ref import bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER
@@ -96,7 +97,12 @@ class Town:
         roles = {role.name: role.actor for role in graph}
         self.door = Door(folder)
         app = build_app(
-            roles, {"run": "r1"}, lambda text: self.ring.check(text, self.now), self.ended, self.door.relay
+            roles,
+            {"run": "r1"},
+            lambda text: self.ring.check(text, self.now),
+            self.ended,
+            Asks(),
+            self.door.relay,
         )
         self.routes = {
             f"{verb} {route.path}" for route in app.routes for verb in route.methods - {"HEAD"}  # type: ignore[attr-defined]

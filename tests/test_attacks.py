@@ -13,6 +13,7 @@ from rolecall import Actor
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
 from rolecall.recipes import async_grpo, sync_grpo
+from rolecall.runtime.gate import OPEN
 from rolecall.runtime.line import FarMember, Mail, Members
 from rolecall.runtime.ref import bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER
@@ -22,7 +23,8 @@ from .attackers import NOW, Canary, Town
 from .test_link import EMPTY, FAR, Door, batch
 
 WORKERS = {
-    "GET /v1/run", "POST /v1/groups", "POST /v1/prompts", "POST /v1/prompts/hold", "POST /v1/prompts/leave",
+    "GET /v1/run", "GET /v1/policy/digest",
+    "POST /v1/groups", "POST /v1/prompts", "POST /v1/prompts/hold", "POST /v1/prompts/leave",
     "GET /v1/policy", "POST /v1/relay", "POST /v1/relay/join", "POST /v1/relay/open", "POST /v1/relay/leave",
 }  # fmt: skip
 TRAINERS = {"GET /v1/batch"}
@@ -41,7 +43,7 @@ def town(tmp_path: Path) -> Iterator[Town]:
 
 def test_every_route_has_its_scope(town: Town):
     """A new route needs a line here."""
-    assert town.routes == WORKERS | TRAINERS | {"GET /healthz"}
+    assert town.routes == WORKERS | TRAINERS | {f"GET {path}" for path in OPEN}
     body = pickle.dumps(Canary(Path("/nowhere/at-all")))
     for route in WORKERS | TRAINERS:
         read = town.attack.read
@@ -92,7 +94,7 @@ def test_what_workers_may_say_is_what_their_actors_list():
     config = async_grpo.Config()
     assert async_grpo.build(config).open_to_workers() == {
         "prompts": ("next", "hold", "leave", "policy"),
-        "buffer": ("put",),
+        "buffer": ("put", "digest"),
     }
     assert sync_grpo.build(sync_grpo.Config()).open_to_workers() == {}  # it has no role that others run
     for actor in (PromptSource, Buffer):

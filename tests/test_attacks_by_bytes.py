@@ -17,6 +17,7 @@ import uvicorn.server
 from msgspec import json, msgpack
 from rolecall import Actor
 from rolecall.runtime import gate
+from rolecall.runtime.asks import Asks
 from rolecall.runtime.line import Mail
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.ref import bind_transport
@@ -42,7 +43,8 @@ def desk() -> Iterator[tuple[Attacker, Answering, str]]:
     asked, ring = Answering(), Ring.new("r1")
     asked.answer = 1
     bind_transport(asked)
-    app = build_app({"desk": Desk}, {"run": "r1"}, lambda text: ring.check(text, NOW), threading.Event())
+    check = lambda text: ring.check(text, NOW)  # noqa: E731
+    app = build_app({"desk": Desk}, {"run": "r1"}, check, threading.Event(), Asks())
     yield Attacker(app), asked, ring.issue("worker", None)[1]
     bind_transport(None)
 

@@ -26,6 +26,7 @@ from rolecall.runtime.docs import page
 from rolecall.runtime.openapi import arguments_type, describe
 from rolecall.runtime.proxy import OTHERS, WAIT_S, build_app
 from rolecall.runtime.relay import Relay
+from rolecall.runtime.tokens import Ring
 
 from .rest import is_as_described, operation
 
@@ -43,7 +44,14 @@ def document() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def app() -> Any:
-    return build_app(ROLES, {}, "token", threading.Event(), Asks(), cast(Relay, object()))
+    return build_app(
+        ROLES,
+        {},
+        lambda text: Ring.new("r", given="token").check(text, 0.0),
+        threading.Event(),
+        Asks(),
+        cast(Relay, object()),
+    )
 
 
 def get(app: Any, path: str) -> httpx.Response:
