@@ -36,15 +36,16 @@ import msgspec
 from rolecall import Actor, Graph, idempotent
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.types import Completion, Group, Prompt
-from rolecall.runtime.proxy import IDLE_S, MAX_CONNECTIONS, _impatient_protocol, add_proxy
+from rolecall.runtime.gate import impatient_protocol
+from rolecall.runtime.proxy import IDLE_S, MAX_CONNECTIONS, add_proxy
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Ref
 from rolecall.runtime.remote import TOKEN_HEADER
 from rolecall.runtime.store import Store
 from rolecall.runtime.supervisor import Supervisor
+from rolecall.runtime.tokens import change, prepare
 
 WORKERS = (1, 100, 1000)
-TOKEN = "bench"
 BATCH, CAPACITY = 64, 4096
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -173,8 +174,11 @@ class Connection(asyncio.Protocol):
         return (await loop.create_connection(Connection, str(where.hostname), where.port or 80))[1]
 
 
+tokens = list[str]()  # of the run that is measured, the last
+
+
 def request(verb: str, path: str, body: bytes = b"") -> bytes:
-    head = f"{verb} {path} HTTP/1.1\r\nHost: bench\r\n{TOKEN_HEADER}: {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"{verb} {path} HTTP/1.1\r\nHost: bench\r\n{TOKEN_HEADER}: {tokens[-1]}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -255,7 +259,7 @@ def serve_echo(url: Any) -> None:
     url.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
     routes = [Route("/v1/groups", echo, methods=["POST"]), Route("/healthz", echo)]
     config = uvicorn.Config(
-        Starlette(routes=routes), http=_impatient_protocol(), log_level="warning", access_log=False,
+        Starlette(routes=routes), http=impatient_protocol(), log_level="warning", access_log=False,
         limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_S,
     )  # fmt: skip
     uvicorn.Server(config).run([listener])
@@ -267,7 +271,9 @@ def with_run(buffer: bool, measure: Callable[[str, int, str], Awaitable[Any]]) -
     recipe = load_recipe(file)  # as the children will: its classes are not this module's own
     with tempfile.TemporaryDirectory() as folder:
         token_file = Path(folder) / "token"
-        token_file.write_text(TOKEN)
+        prepare(token_file, "run")
+        with change(Path(folder)) as ring:
+            tokens.append(ring.issue("trainer", None)[1])
         observer = Observer()
         graph = recipe.build(recipe.Config(token_file=str(token_file), buffer=buffer))
         supervisor = Supervisor(graph, "run", Path(folder), file, observer)
