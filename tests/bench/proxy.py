@@ -178,7 +178,8 @@ tokens = list[str]()  # of the run that is measured, the last
 
 
 def request(verb: str, path: str, body: bytes = b"") -> bytes:
-    head = f"{verb} {path} HTTP/1.1\r\nHost: bench\r\n{TOKEN_HEADER}: {tokens[-1]}\r\nContent-Length: {len(body)}\r\n\r\n"
+    token, size = f"{TOKEN_HEADER}: {tokens[-1]}", f"Content-Length: {len(body)}"
+    head = f"{verb} {path} HTTP/1.1\r\nHost: bench\r\n{token}\r\n{size}\r\n\r\n"
     return head.encode() + body
 
 
