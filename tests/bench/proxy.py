@@ -75,6 +75,10 @@ class Publisher(Actor):
         files = {"adapter.bin": b"weights"}
         self.report(digest=store.publish(files, version=0, step=0, epoch=store.take_epoch()).digest)
 
+    def lent_under(self, version: int) -> list[int]:
+        """As of a PromptSource that lends nothing: the buffer waits for nobody."""
+        return []
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -86,7 +90,7 @@ def build(config: Config) -> Graph:
     graph, weights = Graph("bench"), Store()
     publisher = graph.add("publisher", Publisher, weights=weights)
     if config.buffer:
-        prompts: Ref[Any] = Ref(publisher.name)  # which it asks only about what is stale, and nothing is
+        prompts: Ref[Any] = Ref(publisher.name)  # which it asks whom to wait for
         graph.add("buffer", Buffer, capacity=CAPACITY, max_staleness=0, prompts=prompts, weights=weights)
     else:
         graph.add("sink", Sink)
