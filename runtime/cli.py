@@ -100,7 +100,16 @@ def _parser() -> argparse.ArgumentParser:
         command("sample", _sample, "let base and trained model complete a prompt, side by side")
     )
     sample.add_argument("prompt")
-    join = _with_runs(command("join", _join, "add this machine's rollout workers to a run"))
+    _add_join_flags(_with_runs(command("join", _join, "add this machine's rollout workers to a run")))
+    _add_token_flags(
+        with_run(command("token", _token, "write a new token of a run, or change what its tokens are worth"))
+    )
+    launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
+    add_launch_commands(launch)
+    return parser
+
+
+def _add_join_flags(join: argparse.ArgumentParser) -> None:
     join.add_argument("url", help="the run's proxy, as http://host:port")
     join.add_argument("--token-file", type=Path, required=True, help="a copy of the run's token file")
     join.add_argument("--workers", type=int, help="how many (default: 1, or one for each GPU of --gpus)")
@@ -110,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument("--engine", help="what they sample with here, instead of the run's own setting")
     join.add_argument("--engine-python", help="the interpreter they run in here")
     join.add_argument("--ca", type=Path, metavar="FILE", help="certificates to check the run's by")
-    token = with_run(
-        command("token", _token, "write a new token of a run, or change what its tokens are worth")
-    )
+
+
+def _add_token_flags(token: argparse.ArgumentParser) -> None:
     token.add_argument("--scope", choices=SCOPES, default="worker", help="what it allows (default: worker)")
     token.add_argument("--expires", metavar="TIME", help="as in 12h (default: with the run)")
     token.add_argument(
@@ -122,9 +131,6 @@ def _parser() -> argparse.ArgumentParser:
         "--grace", metavar="TIME", default="10m", help="and let the old one hold for (default: 10m)"
     )
     token.add_argument("--revoke", metavar="ID", help="write none: this one holds no longer")
-    launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
-    add_launch_commands(launch)
-    return parser
 
 
 def _with_runs(added: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ import pytest
 from rolecall.actors.tiny import BASE
 from rolecall.runtime import proxy
 from rolecall.runtime.remote import TOKEN_HEADER
+from rolecall.runtime.tokens import change
 
 from .commands import Command, proxy_url, until
 from .processes import Run
@@ -128,7 +129,9 @@ class Visitor:
     def __init__(self, url: str, folder: Path, token_file: Path) -> None:
         self.url, self.folder, self.token_file = url, folder, token_file
         self.turns = 0
-        self.client = httpx.Client(base_url=url, headers={TOKEN_HEADER: TOKEN}, timeout=30.0)
+        with change(token_file.parent) as ring:
+            _, trainer = ring.issue("trainer", None)
+        self.client = httpx.Client(base_url=url, headers={TOKEN_HEADER: trainer}, timeout=30.0)
 
     def take(self, step: int, durable: int = 0) -> httpx.Response:
         query = [("step", step), ("groups", 2), ("version", 0), ("durable", durable)]

@@ -27,7 +27,7 @@ class Desk(Actor):
         "POST /v1/broken": "fail",
         "POST /v1/cleared": "clear",
     }
-    for_workers: ClassVar[tuple[str, ...]] = ("put", "take", "fail")
+    for_workers: ClassVar[tuple[str, ...]] = ("put", "take", "want", "fail")
 
     def on_start(self) -> None:
         self._file = self.state_folder / "handled"
