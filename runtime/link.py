@@ -35,6 +35,7 @@ __all__ = ["FENCED", "Link", "join"]
 FENCED = 3  # exit code of a machine that the run has given up
 MAX_PAUSE_S = 5.0  # between two tries
 GOODBYE_S = 2.0
+NOBODY_S = 5.0  # after which a gateway that knows of no run is believed
 
 
 def join(url: str, token_file: Path, host: str) -> Joined:
@@ -167,7 +168,7 @@ class Dialer:
                     except (_Stale, Gap):
                         self._forget(session)
                     except _Again as error:
-                        self._despair(str(error))
+                        self._despair(error)
                         self._stopping.wait(pause_s)
                         pause_s = min(2 * pause_s, MAX_PAUSE_S, self._lease_s / 6)
                         continue
@@ -209,8 +210,11 @@ class Dialer:
         session.heard = max(session.heard, batch.heard)
         session.line.receive(batch)
 
-    def _despair(self, why: str) -> None:
-        if time.monotonic() - self._answered > GIVE_UP_S:
+    def _despair(self, why: _Again) -> None:
+        silent_s = time.monotonic() - self._answered
+        if isinstance(why, _Nobody) and silent_s > NOBODY_S:
+            raise Finished
+        if silent_s > GIVE_UP_S:
             raise Unrecoverable(
                 f"the run at {self._url} was there and has not been for {GIVE_UP_S:.0f} s ({why}): it has ended, or "
                 "this machine has lost its connection; join again when it is back"
@@ -247,11 +251,9 @@ class Dialer:
                 )
             case 410:
                 raise Finished
-            case code if 400 <= code < 500 and code not in (
-                404,
-                408,
-                429,
-            ):  # 404: a gateway's, with no run behind it
+            case 404:
+                raise _Nobody(f"404: {response.text[:200]}")
+            case code if 400 <= code < 500 and code not in (408, 429):
                 raise Unrecoverable(
                     f"the run at {self._url} refused a request with {code}: {response.text[:500]}"
                 )
@@ -261,6 +263,10 @@ class Dialer:
 
 class _Again(Exception):
     """No answer of the run's own: the same request may fare better in a while."""
+
+
+class _Nobody(_Again):
+    """A gateway's word, for the run itself has all these routes: there is no run behind it, or not yet again."""
 
 
 class _Stale(Exception):
