@@ -119,6 +119,7 @@ def measure(rounds: int, versions: int) -> dict[str, Any]:
             sides = Sides(server.bucket, scratch)
             times = [sides.round(number) for number in range(rounds + 1)][1:]  # the first is a warm-up
             polled = poll(server, scratch)
+            os.environ.update(server.environment())  # `poll` went by way of its own door
             swapped = swaps.measure(f"s3://{server.bucket}/swaps", versions)
         finally:
             server.stop()
