@@ -149,7 +149,11 @@ class Incarnation:
         pending = Pending(name, deadline, self._wait_for, answers=answers)
         if answers is not None:
             answers.waiting.add(pending)
-        self._post(name, call, pending)
+        try:
+            self._post(name, call, pending)
+        except BaseException:
+            self.answers.waiting.discard(pending)
+            raise
         return pending
 
     def tell(self, name: str, call: Call) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from .sockets import MAX_DATAGRAM, Connection, Parcel
 from .wire import Kind, decode_body, pack_done
 
-__all__ = ["Answers", "Heard", "Outgoing", "Peer", "Pending", "Replies", "together"]
+__all__ = ["Answers", "Outgoing", "Peer", "Pending", "Replies", "together"]
 
 MAX_UNHANDLED = 1024  # messages one sender may have with one receiver before it waits
 MAX_UNHANDLED_BYTES = 256 << 20
@@ -85,17 +85,6 @@ class Answers(deque["Pending"]):
         while self:
             news |= not self.popleft().wanted
         return news
-
-
-@dataclass(frozen=True)
-class Heard:
-    """An answer that was there at once."""
-
-    value: Any
-    done: bool = True
-
-    def result(self) -> Any:
-        return self.value
 
 
 class Outgoing(Struct, eq=False, gc=False):

@@ -19,13 +19,13 @@ from rolecall.actors.prompts import PromptSource
 from rolecall.runtime import gate, proxy
 from rolecall.runtime.asks import Asks
 from rolecall.runtime.openapi import describe
-from rolecall.runtime.peer import Heard
 from rolecall.runtime.proxy import build_app
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 from rolecall.runtime.tokens import Ring
 
+from .fakes import Parked
 from .processes import GRAPHS, Run
 from .rest import Rest, checked
 
@@ -48,8 +48,8 @@ class Answering:
             raise self.answer
         return [self.answer]
 
-    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Heard:
-        return Heard(self.ask([name], call, timeout_s)[0])
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Parked:
+        return Parked(lambda: self.ask([name], call, timeout_s)[0])
 
     def tell(self, name: str, call: Call) -> None:
         raise NotImplementedError

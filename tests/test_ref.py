@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from rolecall import Actor, Ref, RolecallError, idempotent
-from rolecall.runtime.peer import Heard
 from rolecall.runtime.ref import DEFAULT_TIMEOUT_S, Call, bind_transport, only_one
+
+from .fakes import Parked
 
 
 class Counter(Actor):
@@ -33,8 +34,8 @@ class Recorder:
         self.asked.append((list(names), call, timeout_s))
         return [f"answer of {name}" for name in names]
 
-    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Heard:
-        return Heard(self.ask([name], call, timeout_s)[0])
+    def ask_soon(self, name: str, call: Call, timeout_s: float) -> Parked:
+        return Parked(lambda: self.ask([name], call, timeout_s)[0])
 
     def tell(self, name: str, call: Call) -> None:
         self.told.append((name, call))
