@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from ..runtime import Actor, Answer, NotYet, Ref, Unrecoverable, idempotent
+from ..runtime import Actor, Answer, AskTimeout, NotYet, Ref, Unrecoverable, idempotent
 from ..runtime.files import write_whole
 from ..runtime.store import Store, StoreError
 from .prompts import PromptSource
@@ -177,7 +177,11 @@ class Buffer(Actor):
             )
         if not self._lent[1].done:
             return True  # its answer calls `step`, and that has this looked at again
-        lent = self._lent[1].result()
+        try:
+            lent = self._lent[1].result()
+        except AskTimeout:
+            self._lent = None  # in the time of whoever asked then: the next may have more
+            raise
         self._awaited = {id for id in lent if self._find(id) is None and not self._was_trained(id)}
         return bool(self._awaited)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rolecall import Down, NotYet, Unrecoverable
+from rolecall import AskTimeout, Down, NotYet, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.types import Group
@@ -187,6 +187,22 @@ def test_a_step_does_not_wait_for_what_is_stale_already_or_lost(buffer: Buffer, 
     prompts.on_down(Down("w", 1, "killed by SIGKILL", final=False))
     buffer.put(group(10, version=3))  # whatever comes next has it ask again
     assert take(buffer, 2, version=3) == [8, 9]
+
+
+class Late:
+    done = True
+
+    def result(self) -> list[int]:
+        raise AskTimeout("no answer from prompts within the deadline")
+
+
+def test_a_question_whose_time_was_over_is_asked_again(buffer: Buffer):
+    for id in (20, 21):
+        buffer.put(group(id, version=4))
+    buffer._lent = (1, 4, 2), Late()
+    with pytest.raises(AskTimeout):
+        take(buffer, 1, version=4)
+    assert take(buffer, 1, version=4) == [20, 21]
 
 
 def test_what_a_step_waits_for_is_taken_in_by_a_full_buffer_too(buffer: Buffer, peers: Direct):
