@@ -33,6 +33,16 @@ class GroupSource(Protocol):
         """
         ...
 
+    @idempotent
+    def snapshot(self) -> bytes:
+        """What another, in another folder, needs to go on from here; empty if that is nothing."""
+        ...
+
+    @idempotent
+    def restore(self, state: bytes) -> None:
+        """Go on from a snapshot, unless it is of a time that this one remembers."""
+        ...
+
 
 class _Record(msgspec.Struct):
     """What a restart needs besides the groups.
@@ -46,6 +56,13 @@ class _Record(msgspec.Struct):
     trained_below: int = 0
     dropped: dict[str, int] = {}
     version: int = 0
+
+
+class _Snapshot(msgspec.Struct):
+    """All that a buffer knows, to be kept elsewhere."""
+
+    record: _Record
+    groups: list[Group]
 
 
 class Buffer(Actor):
@@ -86,8 +103,30 @@ class Buffer(Actor):
             msgspec.msgpack.decode(path.read_bytes(), type=Group) for path in self._folder.glob("*.group")
         ]
         known = {group.id: group for group in groups}
+        self._place(known)
+
+    def _place(self, known: dict[int, Group]) -> None:
         self._handed = {step: [known.pop(id) for id in ids] for step, ids in self.record.handed.items()}
         self._waiting = {id: group for id, group in known.items() if not self._was_trained(id)}
+
+    @idempotent
+    def snapshot(self) -> bytes:
+        """Its record and its groups, encoded."""
+        groups = [*self._waiting.values(), *(group for handed in self._handed.values() for group in handed)]
+        return msgspec.msgpack.encode(_Snapshot(self.record, groups))
+
+    @idempotent
+    def restore(self, state: bytes) -> None:
+        """Go on from a snapshot, if steps were given groups since what this one remembers."""
+        saved = msgspec.msgpack.decode(state, type=_Snapshot)
+        if saved.record.newest <= self.record.newest:
+            return
+        early = self._waiting  # put here by a worker that outlived the machine the snapshot is of
+        self.record = saved.record
+        self._place(early | {group.id: group for group in saved.groups})
+        for group in saved.groups:
+            self._write(group)
+        self._save()
 
     @idempotent
     def put(self, group: Group) -> str:
@@ -104,7 +143,7 @@ class Buffer(Actor):
         if len(self._waiting) >= self.capacity and group.id not in self._awaited:
             raise NotYet
         self._puts += 1
-        write_whole(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
+        self._write(group)
         self._waiting[group.id] = group
         return "accepted"
 
@@ -236,6 +275,9 @@ class Buffer(Actor):
 
     def _was_trained(self, id: int) -> bool:
         return id < self.record.trained_below or id in self.record.trained
+
+    def _write(self, group: Group) -> None:
+        write_whole(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
 
     def _batch(self, groups: list[Group]) -> Batch:
         return Batch(groups=groups, dropped=self.record.dropped, depth=len(self._waiting))

@@ -36,15 +36,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     accuracy: float
     greedy: float
-    final: bool
 
 
 class Evaluator(Actor):
-    """Evaluates the first version, then one at least `every` optimizer steps later, and the final one.
+    """Evaluates the first version, then one at least `every` optimizer steps later, and that of step number `steps`.
 
     problems: how many held-out ones. score: a reward function, or its name as `reward_function` takes it;
     1 or more counts as right. It runs in this process. poll_s: between two looks at the store (a conditional GET).
-    It finishes with the final version.
+    It finishes with the last.
     """
 
     preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")
@@ -57,13 +56,14 @@ class Evaluator(Actor):
         problems: int,
         sampling: Sampling,
         every: int,
+        steps: int,
         seed: int,
         score: RewardFunction | str,
         weights: Store,
         poll_s: float = 0.5,
     ) -> None:
         self.model, self.dataset, self.problems = model, dataset, problems
-        self.sampling, self.every, self.seed = sampling, every, seed
+        self.sampling, self.every, self.steps, self.seed = sampling, every, steps, seed
         self.score, self.weights, self.poll_s = score, weights, poll_s
 
     def on_start(self) -> None:
@@ -76,8 +76,7 @@ class Evaluator(Actor):
         done = msgspec.convert(read_lines(self.file), list[Evaluation])
         # A kill may have cut the last line short, and the next must not be joined to it.
         write_whole(self.file, b"".join(msgspec.json.encode(evaluation) + b"\n" for evaluation in done))
-        self.next_step = done[-1].step + self.every if done else 0
-        self.finished = any(evaluation.final for evaluation in done)
+        self.next_step = self._step_after(done[-1].step) if done else 0
 
     def _load_engine(self) -> Engine:
         from .engines.transformers import load_engine
@@ -85,10 +84,10 @@ class Evaluator(Actor):
         return load_engine(self.model, max_num_seqs=self.problems)
 
     def step(self) -> float | None:
-        if self.finished:
+        if self.next_step > self.steps:
             raise Finished
         head = self.store.head()
-        if head is None or not (head.final or head.step >= self.next_step):
+        if head is None or head.step < self.next_step:
             return self.poll_s
         # The first version is what the run is measured against, however far the trainer is by now.
         policy = head if self.next_step else self.store.policy(0)
@@ -99,9 +98,12 @@ class Evaluator(Actor):
         with self.file.open("ab") as file:
             file.write(msgspec.json.encode(evaluation) + b"\n")
         self.report(step=policy.step, accuracy=evaluation.accuracy, greedy=evaluation.greedy)
-        self.next_step = policy.step + self.every
-        self.finished = policy.final
+        self.next_step = self._step_after(policy.step)
         return 0.0
+
+    def _step_after(self, step: int) -> int:
+        """The next to evaluate; beyond `steps` if that was the last."""
+        return step + 1 if step >= self.steps else min(step + self.every, self.steps)
 
     def _evaluate(self, policy: PolicyVersion) -> Evaluation:
         return Evaluation(
@@ -110,7 +112,6 @@ class Evaluator(Actor):
             time=time.time(),
             accuracy=self._accuracy(self.sampling),
             greedy=self._accuracy(Sampling(temperature=0.0, max_tokens=self.sampling.max_tokens)),
-            final=policy.final,
         )
 
     def _accuracy(self, sampling: Sampling) -> float:

@@ -199,6 +199,22 @@ class PromptSource(Actor):
         self._save()
 
     @idempotent
+    def snapshot(self) -> bytes:
+        """Its ledger, encoded: what another, in another folder, needs to go on from here."""
+        return msgspec.json.encode(self.ledger)
+
+    @idempotent
+    def restore(self, state: bytes) -> None:
+        """Go on from a snapshot, if nothing was lent here yet. What was on loan is lent anew."""
+        ledger = self.ledger
+        if ledger.version >= 0:
+            return
+        saved = msgspec.json.decode(state, type=_Ledger)
+        ledger.next, ledger.leases = saved.next, max(saved.leases, ledger.leases)
+        ledger.returned = [*saved.returned, *saved.loans]
+        self._save()
+
+    @idempotent
     def policy(self, after: int) -> int:
         """The newest version's number, once it is above `after`: a long poll for those without the store."""
         if self.ledger.version <= after:
@@ -247,13 +263,12 @@ class PromptSource(Actor):
 
     def _admit(self, count: int) -> list[int]:
         ledger, count = self.ledger, max(0, count)
+        if ledger.version < 0:
+            return []
         ledger.returned.sort()
         ids, ledger.returned = ledger.returned[:count], ledger.returned[count:]
-        if ledger.version < 0:
-            room = 0
-        else:
-            last_step = min(ledger.step + self.ahead_steps, self.steps)
-            room = max(0, last_step * self.groups_per_step - ledger.next)
+        last_step = min(ledger.step + self.ahead_steps, self.steps)
+        room = max(0, last_step * self.groups_per_step - ledger.next)
         fresh = min(count - len(ids), room)
         ids += range(ledger.next, ledger.next + fresh)
         ledger.next += fresh

@@ -165,6 +165,15 @@ class RolloutWorker(Actor):
             self._given = step, version, [self._group(one) for one in self._shared]
         return Batch(groups=self._given[2], dropped={}, depth=0)
 
+    @idempotent
+    def snapshot(self) -> bytes:
+        """Nothing: what it held is lent anew."""
+        return b""
+
+    @idempotent
+    def restore(self, state: bytes) -> None:
+        """See `snapshot`."""
+
     def _swap_at_once(self, version: int) -> None:
         self._load(version)
         try:

@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["Trainer"]
 
 
+RING = "ring.msgpack"
+
+
+class _Ring(msgspec.Struct):
+    """What a checkpoint holds besides the learner's state: snapshots, and all lines of metrics.jsonl."""
+
+    prompts: bytes
+    groups: bytes
+    metrics: bytes
+
+
 class Trainer(Actor):
     """GRPO on LoRA weights; see `Learner` for the step itself.
 
@@ -33,7 +44,8 @@ class Trainer(Actor):
     max_staleness:    versions kept in the store reach this far back, and two further.
 
     Each step is one line in metrics.jsonl. Killed at any moment, it goes on from its last checkpoint: the
-    groups of the steps after that are given to it again, and the lines of those steps are written anew.
+    groups of the steps after that are given to it again, and the lines of those steps are written anew. A checkpoint
+    holds what prompts and groups know, too, so that the run can go on in another folder, on another machine.
     (Versions published by those steps stay published, so with checkpoint_every > 1 staleness, which counts
     versions, looks larger after a restart than it is.)
     """
@@ -79,6 +91,7 @@ class Trainer(Actor):
             self.done, state = checkpoint
             self.durable = self.done
             self.learner.restore(state)
+            self._restore_ring(msgspec.msgpack.decode(state[RING], type=_Ring))
         _keep_lines(self.metrics_file, self.done)
         self.version = -1
         head = self.store.head()
@@ -89,6 +102,13 @@ class Trainer(Actor):
             self._publish(-1 if head is None else head.version)
         self.began_waiting = time.monotonic()
         self.publish_s = 0.0  # of the step before: a step's line is written before its version is published
+
+    def _restore_ring(self, ring: _Ring) -> None:
+        """If this folder is not the one the checkpoint was made in: what the others, too, need to go on."""
+        if not self.metrics_file.exists():
+            self.metrics_file.write_bytes(ring.metrics)
+        self.prompts.ask(PromptSource.restore, ring.prompts)
+        self.groups.ask_each(GroupSource.restore, ring.groups)
 
     def _load_learner(self) -> Learner:
         from .learner import Learner
@@ -142,14 +162,20 @@ class Trainer(Actor):
             version=self.version,
             step=self.done,
             epoch=self.epoch,
-            final=self.done == self.steps,
         )
         self.prompts.ask(PromptSource.advance, self.done, self.version)
         if self.version % 10 == 0:
             self.store.collect(keep=self.max_staleness + 2)
 
     def _checkpoint(self) -> None:
-        self.store.save_checkpoint(self.learner.state(), step=self.done, epoch=self.epoch)
+        ring = _Ring(
+            # Before the groups: one delivered in between is then in both, and known by its id, instead of in neither.
+            prompts=self.prompts.ask(PromptSource.snapshot),
+            groups=self.groups.ask_each(GroupSource.snapshot)[0],
+            metrics=self.metrics_file.read_bytes(),
+        )
+        files = self.learner.state() | {RING: msgspec.msgpack.encode(ring)}
+        self.store.save_checkpoint(files, step=self.done, epoch=self.epoch)
         self.durable = self.done
 
     def _write_metrics(

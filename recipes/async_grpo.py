@@ -84,7 +84,7 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
     evaluator = graph.add(
         "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,
-        sampling=sampling, every=config.eval_every, seed=config.seed, weights=weights,
+        sampling=sampling, every=config.eval_every, steps=config.steps, seed=config.seed, weights=weights,
         score=accuracy_function(config.eval_reward, config.reward),
     )  # fmt: skip
 

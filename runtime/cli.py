@@ -25,7 +25,7 @@ from .launch.credentials import TOKEN
 from .logs import log_names, read_logs
 from .recipe import configure, load_recipe
 from .remote import CA
-from .runs import RunFolder, create_run, find_run, named, nobody
+from .runs import RunFolder, create_run, find_run, named, nobody, resume_run, run_to_resume
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
 from .tokens import SCOPES, change, seconds, write_private
@@ -77,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _with_runs(with_recipe(command("run", _run, "start a recipe and see it through")))
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    run.add_argument(
+        "--resume", metavar="RUN", help="go on with this run from its last checkpoint, with its settings"
+    )
     run.add_argument("--proxy", metavar="HOST:PORT", help="let other machines join here, over HTTP")
     run.add_argument(
         "--tls-cert", type=Path, metavar="FILE", help="the proxy's certificate: then it speaks HTTPS"
@@ -140,7 +143,10 @@ def _with_runs(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
-    config = configure(recipe, options.recipe, options.set)
+    name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
+    old = run_to_resume(options.runs, options.resume, name) if options.resume else None
+    had = old.info.config if old and (old.path / "run.json").exists() else {}
+    config = configure(recipe, options.recipe, options.set, had)
     graph = _build(recipe, options.recipe, config)
     absent = [role.name for role in graph if not role.replicas]
     if absent and not options.proxy:
@@ -148,10 +154,11 @@ def _run(options: argparse.Namespace) -> int:
             f"nobody would do {', '.join(absent)}: ask for at least one here, or let other machines join, with --proxy",
             exit_code=2,
         )
-    name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
     address = _address(options.proxy) if options.proxy else None
     tls = _tls_files(options)
-    run = create_run(options.runs, name, dataclasses.asdict(config))
+    if old:
+        resume_run(old, name, dataclasses.asdict(config))
+    run = old or create_run(options.runs, name, dataclasses.asdict(config))
     if address:
         _add_proxy(graph, run, *address, tls)
     console = Console(run, recipe, to_stderr=options.json, awaited=absent)

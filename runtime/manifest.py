@@ -24,7 +24,6 @@ class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
     digest:  SHA-256, in hex, of what `LC_ALL=C sha256sum *` prints in a folder of its files:
              "<SHA-256 in hex>  <name>\\n" for each file, sorted by name.
     files:   name -> (SHA-256 in hex, size in bytes).
-    final:   no version follows it.
     nonce:   makes the manifests of two writers differ even when their adapters are equal.
     """
 
@@ -33,7 +32,6 @@ class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     digest: str
     files: Files
-    final: bool = False
     nonce: str
 
 

@@ -14,6 +14,7 @@ import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, get_type_hints
@@ -112,14 +113,18 @@ def _line(error: Exception, path: Path) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def configure(recipe: ModuleType, name: str, settings: list[str]) -> Any:
+def configure(
+    recipe: ModuleType, name: str, settings: list[str], given: Mapping[str, Any] | None = None
+) -> Any:
     """The recipe's Config with `field=value` settings, each converted to its field's type.
+
+    given: the values of the other fields, as a run has them, instead of the defaults.
 
     Raises Unrecoverable (exit code 2) that names the setting and what would be right.
     """
     hints = get_type_hints(recipe.Config, include_extras=True)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(recipe.Config)}
-    values: dict[str, Any] = {}
+    values = dict(given or {})
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import secrets
 import select
 import time
@@ -24,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from .control import ListActors, Restarting, RestartRole, RunStatus, StopRun, supervisor_path
 from .errors import RolecallError, Unrecoverable
 from .files import read_lines, write_whole
 from .sockets import Connection, connect
+from .store import Store
 
-__all__ = ["RunFolder", "RunInfo", "create_run", "find_run", "named", "nobody"]
+__all__ = ["RunFolder", "RunInfo", "create_run", "find_run", "named", "nobody", "resume_run", "run_to_resume"]
 
 ANSWER_TIMEOUT_S = 3.0
 
@@ -140,24 +143,67 @@ def nobody(what: str, name: str, actors: Sequence[str]) -> Unrecoverable:
     return Unrecoverable(f"{what}{hint} There are: {', '.join(known) or 'none'}", exit_code=2)
 
 
+def run_to_resume(root: Path, name: str, recipe: str) -> RunFolder:
+    """A run by its path or its name below `root`. If there is no such folder here (it was another machine's, or is
+    gone with it), the place for a new one, without run.json.
+
+    Raises Unrecoverable (exit code 2) if the run is live, or of another recipe.
+    """
+    for path in (Path(name), root / name):
+        if (path / "run.json").exists():
+            run = RunFolder(path.resolve())
+            if run.live:
+                raise Unrecoverable(f"run {path.name} is live: there is nothing to resume", exit_code=2)
+            if run.info.recipe != recipe:
+                raise Unrecoverable(
+                    f"run {path.name} is one of {run.info.recipe}, not of {recipe}", exit_code=2
+                )
+            return run
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", name, re.ASCII):
+        raise Unrecoverable(
+            f"{name} is no run folder, for it has no run.json; of a run whose folder is gone give the name alone",
+            exit_code=2,
+        )
+    return RunFolder((root / name).resolve())
+
+
+def resume_run(run: RunFolder, recipe: str, config: dict[str, Any]) -> None:
+    """Make the folder of `run_to_resume` that of a run which begins in this process.
+
+    Raises Unrecoverable (exit code 2) if neither the folder nor the store that `config` names has anything of it.
+    """
+    if (run.path / "run.json").exists():
+        run.write_info(replace(run.info, config=config, pid=os.getpid(), sockets=""))
+        return
+    id, store = run.path.name, Store(config.get("store", "file://"))
+    if store.url == "file://" or store.open(id, run.path).head() is None:
+        raise Unrecoverable(
+            f"there is nothing of a run {id!r} to resume, neither in {run.path.parent} nor in the store {store.url}: "
+            "give its name, and with --set store=... the one it had",
+            exit_code=2,
+        )
+    _begin(run, id, recipe, config)
+
+
 def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:
     """A new folder below `root`, named by recipe and time. id: the run's, if it is another machine's."""
     stem = f"{Path(recipe.removesuffix('.py')).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Drawn, because machines that share a store don't see each other's folders.
     while (path := root / f"{stem}-{secrets.token_hex(2)}").exists():
         continue
+    _begin(RunFolder(path), id or path.name, recipe, config)
+    return RunFolder(path.resolve())
+
+
+def _begin(run: RunFolder, id: str, recipe: str, config: dict[str, Any]) -> None:
     try:
-        path.mkdir(parents=True)
+        run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Unrecoverable(
-            f"can't make the run's folder {path}: {error.strerror}; choose another place with --runs",
+            f"can't make the run's folder {run.path}: {error.strerror}; choose another place with --runs",
             exit_code=2,
         ) from error
-    run = RunFolder(path.resolve())
-    run.write_info(
-        RunInfo(id=id or path.name, recipe=recipe, config=config, started=_process_started(), pid=os.getpid())
-    )
-    return run
+    run.write_info(RunInfo(id=id, recipe=recipe, config=config, started=_process_started(), pid=os.getpid()))
 
 
 def _process_started() -> float:

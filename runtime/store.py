@@ -136,9 +136,7 @@ class PolicyStore:
         self._epoch, self._listed = self._fence.take_epoch(), False
         return self._epoch
 
-    def publish(
-        self, files: Mapping[str, bytes], *, version: int, step: int, epoch: int, final: bool = False
-    ) -> PolicyVersion:
+    def publish(self, files: Mapping[str, bytes], *, version: int, step: int, epoch: int) -> PolicyVersion:
         """Publish one version: its files, then its manifest, then HEAD.
 
         Fenced if a newer epoch has been taken; StoreError if `version` is not greater than HEAD's.
@@ -154,7 +152,6 @@ class PolicyStore:
                 epoch=epoch,
                 digest=digest_of(parts),
                 files=parts,
-                final=final,
                 nonce=nonce(),
             )
             self._claim(f"{folder}/manifest.json", msgspec.json.encode(policy), epoch, version)

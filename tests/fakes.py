@@ -150,9 +150,10 @@ def fake_ring(
     eval_every: int = 2,
     checkpoint_every: int = 1,
     trainer: Callable[..., Trainer] = FakeTrainer,
+    store: str = "file://",
 ) -> Graph:
     """The wiring of `async_grpo`, or without a max_staleness of `sync_grpo`, round fake networks."""
-    graph, weights = Graph("fake"), Store()
+    graph, weights = Graph("fake"), Store(store)
     staleness = max_staleness or 0
     sampling = Sampling(max_tokens=4)
     prompts = graph.add("prompts", PromptSource, dataset="tiny", seed=0, steps=steps, groups_per_step=batch,
@@ -170,8 +171,8 @@ def fake_ring(
                      groups=buffer or rollout, prompts=prompts, weights=weights,
                      checkpoint_every=checkpoint_every)  # fmt: skip
     evaluator = graph.add("evaluator", FakeEvaluator, model="fake", dataset="tiny", problems=8,
-                          sampling=sampling, every=eval_every, seed=0, score="exact_match",
-                          weights=weights)  # fmt: skip
+                          sampling=sampling, every=eval_every, steps=steps, seed=0,
+                          score="exact_match", weights=weights)  # fmt: skip
     graph.place(rollout, replicas=workers)
     graph.until(last, evaluator)
     return graph

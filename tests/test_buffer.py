@@ -370,3 +370,21 @@ def test_a_kill_between_two_writes_leaves_no_broken_group(
 def test_the_digest_of_a_version_for_those_without_the_store(buffer: Buffer):
     assert buffer.digest(9) == digest_of(9)
     assert buffer.digest(10) == ""
+
+
+def test_another_goes_on_from_a_snapshot(tmp_path: Path, buffer: Buffer, published: Published):
+    for id in range(4):
+        buffer.put(group(id))
+    assert take(buffer, 1) == [0, 1]
+    state = buffer.snapshot()
+    (tmp_path / "other").mkdir()
+    other = started(tmp_path / "other", published)
+    assert other.put(group(0)) == other.put(group(5)) == "accepted"  # before anybody told it what there was
+    other.restore(state)
+    for one in (other, started(tmp_path / "other", published)):  # and its next incarnation
+        assert take(one, 1) == [0, 1]
+        assert [one.put(group(id, version=1)) for id in range(3)] == ["duplicate"] * 3
+    assert take(other, 2, durable=1) == [2, 3]
+    other.restore(state)  # the trainer, too, was started again
+    assert take(other, 3, 1, durable=2) == [5]
+    assert [other.put(group(id)) for id in range(4)] == ["duplicate"] * 4

@@ -15,7 +15,7 @@ from rolecall.runtime.runs import RunFolder, RunInfo, create_run, find_run
 from .commands import Command
 
 FLAGS = {
-    "run": ["--json", "--proxy", "--runs", "--set", "--tls-cert", "--tls-key"],
+    "run": ["--json", "--proxy", "--resume", "--runs", "--set", "--tls-cert", "--tls-key"],
     "show": ["--set"],
     "diff": [],
     "ps": ["--json", "--runs"],
@@ -187,6 +187,25 @@ def test_a_run_is_found_by_path_by_name_or_as_the_newest(tmp_path: Path):
     assert find_run(tmp_path, None).path.name == "b"
     assert find_run(tmp_path, "a").path == tmp_path / "a"
     assert find_run(tmp_path / "elsewhere", str(tmp_path / "c")).info.started == 4.0
+
+
+def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    root = tmp_path / "runs"
+    past_run(root, "old", started=1.0)
+
+    def resume(recipe: str, run: str, *settings: str) -> str:
+        return refused(capsys, "run", recipe, "--runs", str(root), "--resume", run, *settings)
+
+    assert resume("sync_grpo", "old") == "run old is one of async_grpo, not of sync_grpo"
+    text = f"there is nothing of a run 'oldd' to resume, neither in {root} nor in the store file://: give its name,"
+    assert resume("async_grpo", "oldd").startswith(text)
+    store = f"file://{tmp_path}/store"
+    assert f"nor in the store {store}" in resume("async_grpo", "oldd", "--set", f"store={store}")
+    assert resume("async_grpo", "over/there").startswith(
+        "over/there is no run folder, for it has no run.json"
+    )
+    assert resume("async_grpo", "old", "--set", "steps=0").startswith("async_grpo: steps='0' is not a")
+    assert [path.name for path in root.iterdir()] == ["old"]
 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path):

@@ -29,14 +29,15 @@ def store(tmp_path: Path) -> PolicyStore:
     return opened
 
 
-def publish(store: PolicyStore, version: int, *, step: int | None = None, final: bool = False) -> None:
+def publish(store: PolicyStore, version: int, *, step: int | None = None) -> None:
     step = version if step is None else step
-    store.publish(fake_version(bytes([version + 1])), version=version, step=step, epoch=1, final=final)
+    store.publish(fake_version(bytes([version + 1])), version=version, step=step, epoch=1)
 
 
 def started(folder: Path, cls: type[Evaluator] = FakeEvaluator, **changes: Any) -> Evaluator:
     arguments: dict[str, Any] = {
-        "model": "fake", "dataset": "tiny", "problems": PROBLEMS, "every": 10, "seed": 0,
+        "model": "fake", "dataset": "tiny", "problems": PROBLEMS, "every": 10, "steps": 40,
+        "seed": 0,
         "sampling": Sampling(temperature=0.7, max_tokens=9), "score": "exact_match", "weights": Store(),
         "poll_s": 0.25,
     }  # fmt: skip
@@ -59,21 +60,20 @@ def test_it_waits_for_the_first_version(tmp_path: Path, store: PolicyStore):
 
 
 def test_it_measures_now_and_then_and_the_last_one(tmp_path: Path, store: PolicyStore):
-    evaluator = started(tmp_path)
+    evaluator = started(tmp_path, steps=25)
     for version in range(26):
-        publish(store, version, final=version == 25)
+        publish(store, version)
         evaluator.step()
     assert [line["step"] for line in lines(tmp_path)] == [0, 10, 20, 25]
-    assert [line["final"] for line in lines(tmp_path)] == [False, False, False, True]
     with pytest.raises(Finished):
         evaluator.step()
 
 
 def test_the_first_version_is_measured_however_late_it_looks(tmp_path: Path, store: PolicyStore):
     for version in range(30):
-        publish(store, version, final=version == 29)
+        publish(store, version)
     store.collect(keep=2)
-    evaluator = started(tmp_path)
+    evaluator = started(tmp_path, steps=29)
     assert [evaluator.step(), evaluator.step()] == [0.0, 0.0]
     assert [line["version"] for line in lines(tmp_path)] == [0, 29]
     with pytest.raises(Finished):
@@ -91,10 +91,14 @@ def test_after_a_restart_it_goes_on(tmp_path: Path, store: PolicyStore):
     publish(store, 10)
     restarted.step()
     assert [line["step"] for line in lines(tmp_path)] == [0, 10]
-    publish(store, 11, final=True)
-    restarted.step()
+    publish(store, 11)
+    assert restarted.step() == 0.25
+    shorter = started(tmp_path, steps=11)
+    shorter.step()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 10, 11]
     with pytest.raises(Finished):
-        started(tmp_path).step()
+        started(tmp_path, steps=11).step()
+    assert started(tmp_path).step() == 0.25  # the run goes on for longer than it was meant to
 
 
 class Engine(FakeEngine):

@@ -332,3 +332,20 @@ def test_who_waits_and_says_nothing_new_costs_no_write(tmp_path: Path):
     assert not ledger.exists()
     source.advance(0, 0)
     assert ledger.exists()
+
+
+def test_another_goes_on_from_a_snapshot(tmp_path: Path, source: PromptSource):
+    first = ask(source, count=3)
+    ask(source, after=first, delivered=[0], holding=[1], count=0)  # 2 was refused
+    state = source.snapshot()
+    (tmp_path / "other").mkdir()
+    other = started(tmp_path / "other")
+    early = ask(other, "early")
+    other.restore(state)
+    with pytest.raises(NotYet):
+        ask(other, "early", after=early, wait=True)  # no version is out here
+    other.advance(1, 5)
+    lease = ask(other, count=99)
+    assert ids_of(lease) == [1, 2, 3, 4, 5] and lease.number > first.number
+    other.restore(source.snapshot())  # it knows better now
+    assert ids_of(ask(other, holding=[1, 2, 3, 4, 5], after=lease, count=99)) == []

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import tokenize
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 
 def final_digest(folder: Path) -> str:
     head = Store().open("local", folder).head()
-    assert head is not None and head.final
+    assert head is not None
     return head.digest
 
 
@@ -87,7 +88,7 @@ def check_ledger(folder: Path, *, steps: int, batch: int, max_staleness: int) ->
     assert trained == list(range(steps * batch))
     assert max(line["staleness/max"] for line in metrics) <= max_staleness
     evaluations = lines(folder, "eval.jsonl")
-    assert evaluations[0]["step"] == 0 and evaluations[-1]["final"]
+    assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == steps
 
 
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
@@ -142,16 +143,18 @@ def test_the_ring_conserves_groups(tmp_path: Path, max_staleness: int | None, ba
     assert local.dead_letters == []
 
 
+class Interrupted(Exception):
+    """In the middle of a run."""
+
+
+class Brief(FakeTrainer):
+    def step(self) -> float | None:
+        if self.done == 3:
+            raise Interrupted
+        return super().step()
+
+
 def test_a_run_that_is_started_again_goes_on_where_it_was(tmp_path: Path):
-    class Interrupted(Exception):
-        pass
-
-    class Brief(FakeTrainer):
-        def step(self) -> float | None:
-            if self.done == 3:
-                raise Interrupted
-            return super().step()
-
     quiet = run(fake_ring(steps=6, batch=4, max_staleness=0), tmp_path / "quiet")
     with pytest.raises(Interrupted):
         run(
@@ -161,3 +164,31 @@ def test_a_run_that_is_started_again_goes_on_where_it_was(tmp_path: Path):
     run(fake_ring(steps=6, batch=4, max_staleness=0), tmp_path / "killed")
     assert final_digest(tmp_path / "killed") == final_digest(quiet.folder)
     check_ledger(tmp_path / "killed", steps=6, batch=4, max_staleness=4)
+
+
+@pytest.mark.parametrize("max_staleness", [None, 0, 1, 4])
+@pytest.mark.parametrize("checkpoint_every", [1, 2])
+def test_a_run_whose_folder_is_gone_goes_on_from_its_store(
+    tmp_path: Path, max_staleness: int | None, checkpoint_every: int
+):
+    """Each group is trained once, in one place or the other, and both have the lines of all steps before."""
+    ring = partial(fake_ring, steps=6, batch=4, max_staleness=max_staleness, checkpoint_every=checkpoint_every,
+                   store=f"file://{tmp_path}/store")  # fmt: skip
+    with pytest.raises(Interrupted):
+        run(ring(trainer=Brief), tmp_path / "lost")
+    run(ring(), tmp_path / "found")
+    most = (max_staleness or 0) + 2 * (checkpoint_every - 1)  # versions of steps that were made again stay
+    check_ledger(tmp_path / "found", steps=6, batch=4, max_staleness=most)
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
+def test_a_run_that_goes_on_elsewhere_learns_what_one_in_one_place_learns(tmp_path: Path, name: str):
+    """Bit for bit, if it is synchronous. It can also be made longer than it was meant to be."""
+    recipe, config = load_recipe(name), SMALL_3 | {"store": f"file://{tmp_path}/store"}
+    run(recipe.build(recipe.Config(**config | {"steps": 1})), tmp_path / "lost")
+    run(recipe.build(recipe.Config(**config)), tmp_path / "found")
+    check_ledger(tmp_path / "found", steps=3, batch=4, max_staleness=0 if name == "sync_grpo" else 2)
+    if name == "sync_grpo":
+        run(recipe.build(recipe.Config(**SMALL_3)), tmp_path / "quiet")
+        head = Store(config["store"]).open("local", tmp_path / "found").head()
+        assert head is not None and head.digest == final_digest(tmp_path / "quiet")

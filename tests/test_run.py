@@ -69,7 +69,7 @@ def test_killed_roles_cost_nothing_but_time(tmp_path: Path, roles: list[str]):
         assert err.count(f"{role} died: killed by SIGKILL") == 1
     metrics = check_ledger(folder, 8, 8)
     assert max(line["staleness/max"] for line in metrics) <= 2
-    assert lines(folder / "eval.jsonl")[-1]["final"]
+    assert lines(folder / "eval.jsonl")[-1]["step"] == 8
     assert command.processes() == []
 
 

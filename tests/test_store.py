@@ -30,10 +30,9 @@ def test_a_version_is_published_followed_and_fetched(store: PolicyStore, objects
     epoch = store.take_epoch()
     assert reader.head() is None
     policy = store.publish(adapter("v0"), version=0, step=0, epoch=epoch)
-    assert (policy.version, policy.step, policy.epoch, policy.final) == (0, 0, 1, False)
+    assert (policy.version, policy.step, policy.epoch) == (0, 0, 1)
     assert reader.head() == policy == reader.policy(0)
-    last = store.publish(adapter("v3"), version=3, step=7, epoch=epoch, final=True)
-    assert last.final
+    last = store.publish(adapter("v3"), version=3, step=7, epoch=epoch)
     assert reader.head() == last
     assert contents(reader.fetch(3)) == adapter("v3")
     assert contents(reader.fetch(0)) == adapter("v0")

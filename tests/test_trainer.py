@@ -101,7 +101,7 @@ class SyncRing(Direct):
             raise Died(who)
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
-        asker = "trainer" if call.method in ("take", "advance") else "rollout"
+        asker = "trainer" if call.method in ("take", "advance", "snapshot", "restore") else "rollout"
         self.occasion(asker)
         if call.method != "take":
             return super().ask(names, call, timeout_s)
@@ -139,7 +139,7 @@ def unbound() -> Iterator[None]:
 
 def digest(store: PolicyStore) -> str:
     head = store.head()
-    assert head is not None and head.final
+    assert head is not None
     return head.digest
 
 
@@ -155,7 +155,6 @@ def test_a_step_is_a_line_a_checkpoint_and_a_version(tmp_path: Path):
     assert [line["dropped"] for line in lines] == [{}, {}, {}]
     published = [store.policy(version) for version in range(4)]
     assert [policy.step for policy in published] == [0, 1, 2, 3]
-    assert [policy.final for policy in published] == [False, False, False, True]
     checkpoint = store.latest_checkpoint()
     assert checkpoint is not None and checkpoint[0] == 3
 
@@ -241,7 +240,8 @@ class Source(Direct):
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
         self.asked.append((call.method, *call.args))
-        return [self.batches.pop(0)] if call.method == "take" else [None]
+        answers = {"take": lambda: self.batches.pop(0), "snapshot": lambda: b"as it is"}
+        return [answers.get(call.method, lambda: None)()]
 
 
 def started(folder: Path, **changes: Any) -> Trainer:
@@ -270,9 +270,13 @@ def test_what_it_tells_and_asks(tmp_path: Path):
     assert peers.asked == [
         ("advance", 0, 0),
         ("take", 1, 2, 0, 0),
+        ("snapshot",),
+        ("snapshot",),
         ("advance", 1, 1),
         ("take", 2, 2, 1, 1),
         ("take", 2, 2, 1, 1),
+        ("snapshot",),
+        ("snapshot",),
         ("advance", 2, 2),
     ]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -295,7 +299,7 @@ def test_versions_and_checkpoints_now_and_then(tmp_path: Path):
     with pytest.raises(Finished):
         trainer.step()
     head = trainer.store.head()
-    assert head is not None and (head.version, head.step, head.final) == (3, 5, True)
+    assert head is not None and (head.version, head.step) == (3, 5)
 
 
 @pytest.mark.slow
