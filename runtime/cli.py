@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import json
 from msgspec.structs import replace
@@ -29,6 +30,9 @@ from .runs import RunFolder, create_run, find_run, named, nobody
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
 from .tokens import SCOPES, change, seconds, write_private
+
+if TYPE_CHECKING:
+    from .join import Joining
 
 __all__ = ["main"]
 
@@ -322,11 +326,13 @@ def _how_long(expires: str | None) -> str:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from .join import chosen_gpus, prepare
+    from .join import chosen_gpus, prepare, prepare_again
+    from .link import FENCED
 
     if options.ca:
         os.environ[CA] = str(options.ca.resolve())  # for the link's process, too
-    joining = prepare(
+    prepared = partial(
+        prepare,
         options.url.rstrip("/"),
         options.token_file.resolve(),
         options.runs,
@@ -334,20 +340,23 @@ def _join(options: argparse.Namespace) -> int:
         workers=options.workers,
         settings={"engine": options.engine, "engine_python": options.engine_python},
     )
-    with Console(joining.run, joining.recipe) as console:
-        outcome = _supervise(
-            joining.graph,
-            joining.run,
-            joining.recipe_name,
-            console,
-            node=joining.node,
-            number=joining.number,
-        )
-    if outcome.exit_code not in (0, 130):
+    joining = prepared()
+    while (outcome := _supervise_part(joining)).exit_code == FENCED and not outcome.asked:
+        say(f"the run went on without {joining.node}: this machine joins it again", sys.stdout)
+        before, joining = joining.node, prepare_again(prepared, time.monotonic, time.sleep)
+        say(f"{before} is {joining.node} now", sys.stdout)
+    if outcome.exit_code not in (0, 130, FENCED):
         say(f"rolecall: {outcome.story}", sys.stderr)
         return outcome.exit_code
     say("the run has finished" if outcome.exit_code == 0 else "left the run", sys.stdout)
     return 0
+
+
+def _supervise_part(joining: Joining) -> Outcome:
+    with Console(joining.run, joining.recipe) as console:
+        return _supervise(
+            joining.graph, joining.run, joining.recipe_name, console, node=joining.node, number=joining.number
+        )
 
 
 if __name__ == "__main__":
