@@ -71,11 +71,12 @@ def posts(hub: Hub) -> list[str]:
 
 
 def test_commands_and_flags_are_these(capsys: pytest.CaptureFixture[str]):
+    engine = ["--engine", "--engine-python"]
     flags = {
-        "hf-jobs": ["--bucket", "--flavor", "--follow", "--image", "--namespace", "--no-follow", "--runs", "--set",
-                    "--timeout", "--trainer-flavor", "--workers", "--yes"],
-        "ssh": ["--rolecall", "--runs", "--token-file", "--url", "--workers"],
-        "kubernetes": ["--apply", "--gpus", "--image", "--runs", "--secret", "--url", "--workers"],
+        "hf-jobs": ["--bucket", *engine, "--flavor", "--follow", "--image", "--namespace", "--no-follow", "--runs",
+                    "--set", "--timeout", "--trainer-flavor", "--workers", "--yes"],
+        "ssh": ["--ca", *engine, "--gpus", "--rolecall", "--runs", "--token-file", "--url", "--workers"],
+        "kubernetes": ["--apply", "--ca", *engine, "--gpus", "--image", "--runs", "--secret", "--url", "--workers"],
         "status": ["--runs"],
         "stop": ["--runs"],
     }  # fmt: skip
@@ -104,7 +105,9 @@ def test_the_price_is_named_before_anything_is_started_and_nobody_there_means_no
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(("typed", "code", "jobs"), [("y\n", 0, 3), ("\n", 2, 0), ("no\n", 2, 0)])
+@pytest.mark.parametrize(
+    ("typed", "code", "jobs"), [("y\n", 0, 3), ("\n", 2, 0), ("no\n", 2, 0), ("\4", 2, 0)]
+)
 def test_at_a_terminal_it_asks(hub: Hub, monkeypatch: pytest.MonkeyPatch, typed: str, code: int, jobs: int):
     ours, theirs = pty.openpty()
     with os.fdopen(theirs) as terminal:
@@ -120,7 +123,7 @@ def test_at_a_terminal_it_asks(hub: Hub, monkeypatch: pytest.MonkeyPatch, typed:
     [
         (
             ["--flavor", "l4x2"],
-            "there is no hardware 'l4x2'; did you mean 'l4x1'? There is: a100-large, cpu-basic, l4x1",
+            "there is no hardware 'l4x2'; did you mean 'l4x4'? There is: a100-large, cpu-basic, l4x1, l4x4",
         ),
         (["--timeout", "6"], "--timeout 6: write it as 90s, 45m, 6h or 1d"),
         (["--workers", "0"], "--workers 0: at least one"),
@@ -178,7 +181,7 @@ def test_a_launch_is_one_trainer_and_its_workers(hub: Hub):
     assert trainer["expose"] == {"ports": [8700], "portsPublic": []}
     (id,) = [job.id for job in hub.of("trainer")]
     for number, worker in enumerate(workers):
-        assert worker["command"][-1] == f"{hub.endpoint}/gateway/{id}--8700"
+        assert worker["command"][3:] == [f"{hub.endpoint}/gateway/{id}--8700", "--gpus", "1"]
         assert worker["labels"]["role"] == f"worker-{number}"
         assert "expose" not in worker
     assert {spec["flavor"] for spec in workers} == {"l4x1"} and trainer["flavor"] == "a100-large"
@@ -188,29 +191,43 @@ def test_a_launch_is_one_trainer_and_its_workers(hub: Hub):
         assert spec["secrets"]["AWS_ENDPOINT_URL"] == "https://s3.hf.co/ann"
         assert KEYS.items() <= spec["secrets"].items()
         assert spec["secrets"]["ROLECALL_TOKEN"] == trainer["secrets"]["ROLECALL_TOKEN"]
-    assert "ROLECALL_BEARER" not in trainer["secrets"]
+    assert not {"ROLECALL_BEARER", "HF_TOKEN"} & trainer["secrets"].keys()
     assert workers[0]["secrets"]["ROLECALL_BEARER"] == hub.token
+
+
+@pytest.mark.parametrize(
+    ("flavor", "flags"),
+    [("cpu-basic", []), ("l4x4", ["--gpus", "4", "--engine", "vllm", "--engine-python", "/vllm"])],
+)
+def test_a_workers_job_has_one_worker_for_each_gpu_and_an_engine_of_its_own(
+    hub: Hub, flavor: str, flags: list[str]
+):
+    assert main(arguments("--yes", "--no-follow", "--flavor", flavor, *flags[2:])) == 0
+    assert hub.of("worker-0")[0].spec["command"][4:] == flags
+    assert "--engine" not in hub.of("trainer")[0].spec["command"]
 
 
 def test_secrets_are_told_as_secrets_and_nowhere_else(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("ROLECALL_BEARER", hub.reader)
+    monkeypatch.setenv("ROLECALL_HF_TOKEN", "hf_that-may-only-read")
     assert main(arguments("--yes", "--no-follow")) == 0
     assert main(["launch", "status"]) == 0
     assert main(["launch", "stop"]) == 0
-    hidden = {hub.token, hub.reader, *KEYS.values()}
+    hidden = {hub.token, hub.reader, "hf_that-may-only-read", *KEYS.values()}
     seen = [*capsys.readouterr(), *(path.read_text() for path in Path().rglob("*") if path.is_file())]
     for _, url, body in hub.asked:
         spec: dict[str, Any] = json.loads(body) if body else {}
         hidden |= set(spec.pop("secrets", {}).values())
         seen += [url, json.dumps(spec)]
     hidden -= {"https://s3.hf.co/ann", "us-east-1"}
-    assert len(hidden) == 5  # the two tokens of the platform, the bucket's two keys, the run's token
+    assert len(hidden) == 6  # the three tokens of the platform, the bucket's two keys, the run's token
     assert not [(secret, text) for secret in hidden for text in seen if secret in text]
-    assert hub.jobs and all(
-        job.spec["secrets"].get("ROLECALL_BEARER") != hub.token for job in hub.jobs.values()
-    )
+    for job in hub.jobs.values():
+        assert job.spec["secrets"].get("ROLECALL_BEARER") != hub.token
+        assert job.spec["secrets"]["HF_TOKEN"] == "hf_that-may-only-read"
+    assert "the jobs may read gated models, by the token in ROLECALL_HF_TOKEN\n" in seen[0]
 
 
 def test_where_a_bucket_is():
