@@ -25,7 +25,7 @@ from .launch.commands import add_launch_commands
 from .launch.credentials import TOKEN
 from .logs import log_names, read_logs
 from .recipe import configure, load_recipe
-from .remote import CA
+from .remote import CA, is_own_authority
 from .runs import RunFolder, create_run, find_run, named, nobody
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
@@ -155,10 +155,11 @@ def _run(options: argparse.Namespace) -> int:
     name = str(Path(options.recipe).resolve()) if options.recipe.endswith(".py") else options.recipe
     address = _address(options.proxy) if options.proxy else None
     tls = _tls_files(options)
+    ca = tls[0] if tls and is_own_authority(tls[0]) else None
     run = create_run(options.runs, name, dataclasses.asdict(config))
     if address:
         _add_proxy(graph, run, *address, tls)
-    console = Console(run, recipe, to_stderr=options.json, awaited=absent)
+    console = Console(run, recipe, to_stderr=options.json, awaited=absent, ca=ca)
     with console:
         outcome = _supervise(graph, run, name, console)
     if outcome.exit_code:

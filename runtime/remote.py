@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import httpx
 
 __all__ = ["BEARER", "CA", "GIVE_UP_S", "SESSION_HEADER", "TOKEN_HEADER", "NoAnswer", "authorized", "fetch_about",
-           "read_token", "trusted"]  # fmt: skip
+           "is_own_authority", "read_token", "trusted"]  # fmt: skip
 
 TOKEN_HEADER = "X-Rolecall-Token"  # noqa: S105  the header's name, not a secret; gateways need Authorization
 SESSION_HEADER = "X-Rolecall-Session"  # a machine's number, and after a dot its session with the relay
@@ -55,6 +55,17 @@ def trusted() -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=path)
     except (OSError, ssl.SSLError) as error:
         raise Unrecoverable(f"can't read certificates from {path}: {error}", exit_code=2) from error
+
+
+def is_own_authority(certificate: Path) -> bool:
+    """Whether it has signed itself, so that nobody trusts it who was not given it. Raises Unrecoverable (exit code 2)
+    if it can't be read."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(certificate)
+    except (OSError, ssl.SSLError) as error:
+        raise Unrecoverable(f"can't read certificates from {certificate}: {error}", exit_code=2) from error
+    return any(known["subject"] == known["issuer"] for known in context.get_ca_certs())
 
 
 def fetch_about(url: str, token_file: Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def trainer(tmp_path: Path, s3_server: S3Server) -> Callable[..., Trainer]:
 def test_a_run_without_workers_says_so_and_goes_on_with_the_first_machine(
     trainer: Callable[..., Trainer],
 ):
-    run = trainer("steps=60", "pace_s=0.3")
+    run = trainer("steps=30", "pace_s=0.3")
     first = run.join()
     run.goes_on()
     shown = Command(["ps"], run.root / "here").finish()[1]
@@ -112,7 +112,7 @@ def test_a_run_without_workers_says_so_and_goes_on_with_the_first_machine(
     assert out.count(f"no rollout worker yet: {line}\n") == 1
     assert out.count(f"the last rollout worker has left: {line}\n") == 1
     assert "other machines join" not in out and "died" not in out
-    check_ledger(run.folder, 60, 4)
+    check_ledger(run.folder, 30, 4)
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_second_sigterm_does_not_wait_for_goodbyes(trainer: Callable[..., Trai
 
 @pytest.mark.slow
 def test_a_machine_that_was_given_up_joins_again_under_a_new_name(trainer: Callable[..., Trainer]):
-    run = trainer("steps=40", "pace_s=0.3", "lease_s=1", lease_s=2.0)
+    run = trainer("steps=24", "pace_s=0.3", "lease_s=1", lease_s=2.0)
     machine = run.join()
     run.goes_on()
     [name] = run.machines_reported()[-1]

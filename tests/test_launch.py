@@ -30,15 +30,18 @@ from .commands import Command
 from .hub import USER, Hub
 from .processes import GRAPHS
 from .s3 import S3Server
+from .test_join import RECIPE, TESTS
+from .test_run import check_ledger
 
 Desk = load_recipe(str(GRAPHS / "door.py")).Desk
 KEYS = {"AWS_ACCESS_KEY_ID": "HFAKsecretid", "AWS_SECRET_ACCESS_KEY": "secret-secret-key"}
-SMALL = ["steps=3", "batch=2", "group_size=2", "eval_problems=4", "max_tokens=16"]
 
 
-def arguments(*more: str, bucket: str = "ann/weights", workers: int = 2) -> list[str]:
+def arguments(
+    *more: str, recipe: str = "async_grpo", bucket: str = "ann/weights", workers: int = 2
+) -> list[str]:
     return [
-        "launch", "hf-jobs", "async_grpo", "--workers", str(workers), "--flavor", "l4x1", "--trainer-flavor",
+        "launch", "hf-jobs", recipe, "--workers", str(workers), "--flavor", "l4x1", "--trainer-flavor",
         "a100-large", "--bucket", bucket, "--image", "ann/rolecall", *more,
     ]  # fmt: skip
 
@@ -313,6 +316,19 @@ def test_stop_ends_the_workers_first_and_finds_what_no_file_knows_of(
     assert len([url for url in posts(hub) if url.endswith("/cancel")]) == 2
 
 
+def test_of_two_launches_the_newer_is_meant_or_the_one_that_is_named(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments("--yes", "--no-follow")) == 0
+    assert main(arguments("--yes", "--no-follow", workers=1)) == 0
+    first, second = dict.fromkeys(job.spec["labels"]["rolecall"] for job in hub.jobs.values())
+    capsys.readouterr()
+    for arguments_, name, live in (([], second, 3), ([first], first, 0)):
+        assert main(["launch", "stop", *arguments_]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: 0 of ")
+        assert len(hub.live()) == live
+
+
 def test_a_launch_that_is_not_there(hub: Hub, capsys: pytest.CaptureFixture[str]):
     assert refused(capsys, ["launch", "stop"]).startswith("nothing was launched from runs: start with")
     assert main(arguments("--yes", "--no-follow")) == 0
@@ -333,16 +349,19 @@ def test_a_launch_that_is_not_there(hub: Hub, capsys: pytest.CaptureFixture[str]
 def test_ctrl_c_leaves_the_jobs_alone_and_stop_ends_who_follows(tmp_path: Path):
     with Hub(tmp_path / "there", processes=False) as hub:
         environment = hub.environment() | KEYS
-        first = Command(arguments("--yes", workers=1), tmp_path, environment)
-        hub.wait_for("worker-0")
-        os.kill(first.process.pid, signal.SIGINT)
-        code, _, err = first.finish()
-        assert (code, hub.live()) == (130, ["trainer", "worker-0"])
-        assert err.startswith(
-            "the jobs go on, and nothing that is lost is started again: `rolecall launch status "
-        )
-        assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
-        hub.jobs.clear()
+        hub.asleep = True
+        for last, live in (("trainer", ["trainer"]), ("worker-0", ["trainer", "worker-0"])):
+            command = Command(arguments("--yes", workers=1), tmp_path, environment)
+            hub.wait_for(last)
+            os.kill(command.process.pid, signal.SIGINT)
+            code, _, err = command.finish()
+            assert (code, hub.live()) == (130, live)
+            assert err.startswith(
+                "the jobs go on, and nothing is started any more, be it lost or yet to come: `rolecall launch status "
+            )
+            assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
+            hub.jobs.clear()
+            hub.asleep = False
         second = Command(arguments("--yes", workers=1), tmp_path, environment)
         hub.wait_for("worker-0")
         assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
@@ -351,15 +370,21 @@ def test_ctrl_c_leaves_the_jobs_alone_and_stop_ends_who_follows(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path: Path, s3_server: S3Server):
+def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+):
     """Price, trainer, gateway, worker; the worker's machine is taken away before it has done anything."""
     here = tmp_path / "here"
     here.mkdir()
-    sets = [word for setting in SMALL for word in ("--set", setting)]
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    )
     bucket = f"s3://{s3_server.bucket}/launched"
     with Hub(tmp_path / "there") as hub:
         environment = hub.environment() | s3_server.environment() | {"ROLECALL_BEARER": hub.reader}
-        command = Command(arguments(*sets, "--yes", bucket=bucket, workers=1), here, environment)
+        command = Command(
+            arguments("--yes", "--set", "steps=3", recipe=RECIPE, bucket=bucket, workers=1), here, environment
+        )
         worker = hub.wait_for("worker-0")
         command_lines = _all_command_lines()
         worker.kill()
@@ -367,7 +392,8 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path
         assert code == 0, out + err
         assert Command(["launch", "stop"], here, environment).finish()[0] == 0
         assert [job.stage for job in hub.jobs.values()] == ["COMPLETED", "ERROR", "COMPLETED"]
-        assert " in 3 steps" in out
+        [folder] = hub.of("trainer")[0].folder.glob("runs/*")
+        check_ledger(folder, 3, 4)
         assert "worker-0: ERROR (exit code 137)\nworker-0: started again as job " in out
         assert f"each version of its adapter is in {bucket}" in out
         assert [job.role for job in hub.jobs.values() if _is_alive(job.id)] == []
@@ -377,7 +403,7 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path
         if path.is_file() and path.name != "token" and not path.name.startswith("tmp."):
             found = [secret for secret in hidden if secret.encode() in path.read_bytes()]
             assert found == [], path
-    assert "rolecall run async_grpo --proxy" in command_lines
+    assert f"rolecall run {RECIPE} --proxy" in command_lines
     assert not any(secret in out + err + command_lines for secret in hidden)
 
 

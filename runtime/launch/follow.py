@@ -46,11 +46,6 @@ class Follower:
     _started: set[str] = field(default_factory=set)
     _open: bool = False
 
-    @property
-    def not_started(self) -> list[str]:
-        """The workers that never were, in their order."""
-        return [role for role in self.budgets if role not in self._started]
-
     def follow(self, *, until_started: bool = False) -> int:
         """Until the trainer's job has ended, or until all workers have been started. Returns the exit code.
 
@@ -65,7 +60,7 @@ class Follower:
                 code = None
             if code is not None:
                 return code
-            if until_started and not self.not_started:
+            if until_started and self._started == self.budgets.keys():
                 return 0
             self.pause(POLL_S)
 

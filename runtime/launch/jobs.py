@@ -104,10 +104,7 @@ def _start_and_follow(
         say(f"trainer: started as job {jobs.start(trainer).id}", sys.stdout)
         code = follower.follow(until_started=not options.follow)
     except KeyboardInterrupt:
-        story = "the jobs go on, and nothing that is lost is started again"
-        if missing := follower.not_started:
-            story = f"what was started goes on without {', '.join(missing)}, and nothing more is started"
-        say(f"{story}: {how}", sys.stderr)
+        say(f"the jobs go on, and nothing is started any more, be it lost or yet to come: {how}", sys.stderr)
         return 130
     except RolecallError:
         say(f"jobs may be running: {how}", sys.stderr)
