@@ -26,13 +26,22 @@ def add_launch_commands(launch: argparse.ArgumentParser) -> None:
         )
         return added
 
-    jobs = command("hf-jobs", _jobs, "rent a trainer and its workers as jobs on Hugging Face")
+    _add_jobs_flags(command("hf-jobs", _jobs, "rent a trainer and its workers as jobs on Hugging Face"))
+    _add_ssh_flags(command("ssh", _ssh, "start workers on hosts over ssh"))
+    _add_kubernetes_flags(command("kubernetes", _kubernetes, "print a Job for workers, or apply it"))
+    status = command("status", _status, "what runs of a launch, since when, and what it has cost")
+    stop = command("stop", _stop, "end a launch: its workers, then its trainer")
+    for added in (status, stop):
+        added.add_argument("launch", nargs="?", help="a launch's name (default: the newest)")
+
+
+def _add_jobs_flags(jobs: argparse.ArgumentParser) -> None:
     jobs.add_argument("recipe", help="a recipe's name")
     jobs.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="change one of its settings"
     )
     jobs.add_argument(
-        "--workers", type=int, default=1, help="how many jobs for workers, one on each GPU (default: 1)"
+        "--workers", type=int, default=1, help="how many jobs, each with a worker for every GPU (default: 1)"
     )
     jobs.add_argument("--flavor", required=True, help="the workers' hardware, as `hf jobs hardware` lists it")
     jobs.add_argument("--trainer-flavor", required=True, help="the trainer's hardware")
@@ -48,7 +57,9 @@ def add_launch_commands(launch: argparse.ArgumentParser) -> None:
         help="stay until the run ends, and start lost workers again (default)",
     )  # fmt: skip
     add_engine_flags(jobs)
-    ssh = command("ssh", _ssh, "start workers on hosts over ssh")
+
+
+def _add_ssh_flags(ssh: argparse.ArgumentParser) -> None:
     ssh.add_argument("hosts", nargs="+", metavar="HOST", help="as ssh knows it")
     ssh.add_argument("--url", required=True, help="the run's proxy, as http://host:port")
     ssh.add_argument("--token-file", type=Path, required=True, help="the run's token file")
@@ -59,7 +70,9 @@ def add_launch_commands(launch: argparse.ArgumentParser) -> None:
     add_engine_flags(ssh)
     ssh.add_argument("--ca", type=Path, metavar="FILE", help="certificates to check the run's by")
     ssh.add_argument("--rolecall", default="rolecall", help="where it is there (default: on the path)")
-    kubernetes = command("kubernetes", _kubernetes, "print a Job for workers, or apply it")
+
+
+def _add_kubernetes_flags(kubernetes: argparse.ArgumentParser) -> None:
     kubernetes.add_argument("--url", required=True, help="the run's proxy, as http://host:port")
     kubernetes.add_argument("--workers", type=int, required=True, help="how many pods")
     kubernetes.add_argument("--image", required=True, help="an image that has rolecall")
@@ -70,10 +83,6 @@ def add_launch_commands(launch: argparse.ArgumentParser) -> None:
     kubernetes.add_argument("--secret", default="rolecall", help="with the key token (default: rolecall)")
     kubernetes.add_argument("--ca", metavar="KEY", help="its key with certificates to check the run's by")
     kubernetes.add_argument("--apply", action="store_true", help="have kubectl apply it")
-    status = command("status", _status, "what runs of a launch, since when, and what it has cost")
-    stop = command("stop", _stop, "end a launch: its workers, then its trainer")
-    for added in (status, stop):
-        added.add_argument("launch", nargs="?", help="a launch's name (default: the newest)")
 
 
 def _jobs(options: argparse.Namespace) -> int:
