@@ -36,6 +36,18 @@ from .test_run import check_ledger
 Desk = load_recipe(str(GRAPHS / "door.py")).Desk
 KEYS = {"AWS_ACCESS_KEY_ID": "HFAKsecretid", "AWS_SECRET_ACCESS_KEY": "secret-secret-key"}
 
+ENGINELESS = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    store: str = ""
+    rollout_workers: int = 0
+
+def build(config):
+    raise AssertionError
+"""
+
 
 def arguments(
     *more: str, recipe: str = "async_grpo", bucket: str = "ann/weights", workers: int = 2
@@ -146,6 +158,17 @@ def test_mistakes_cost_nothing(hub: Hub, capsys: pytest.CaptureFixture[str], fla
 def test_a_recipe_in_a_file_has_to_be_in_the_image(hub: Hub, capsys: pytest.CaptureFixture[str]):
     mine = [word if word != "async_grpo" else "mine.py" for word in arguments("--yes")]
     assert "mine.py is a file of this machine, which no job has" in refused(capsys, mine)
+
+
+def test_an_engine_that_no_worker_could_have_costs_nothing(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "engineless").mkdir()
+    (tmp_path / "engineless" / "recipe.py").write_text(ENGINELESS)
+    monkeypatch.syspath_prepend(tmp_path)
+    mistaken = arguments("--yes", "--engine-python", "/vllm", recipe="engineless.recipe")
+    assert refused(capsys, mistaken).startswith("--engine-python: recipe engineless.recipe has no setting")
+    assert posts(hub) == []
 
 
 @pytest.mark.parametrize(
