@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import json
 from msgspec.structs import replace
@@ -24,11 +25,14 @@ from .launch.commands import add_launch_commands
 from .launch.credentials import TOKEN
 from .logs import log_names, read_logs
 from .recipe import configure, load_recipe
-from .remote import CA
+from .remote import CA, is_own_authority
 from .runs import RunFolder, create_run, find_run, named, nobody, resume_run, run_to_resume
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
 from .tokens import SCOPES, change, seconds, write_private
+
+if TYPE_CHECKING:
+    from .join import Joining
 
 __all__ = ["main"]
 
@@ -156,12 +160,13 @@ def _run(options: argparse.Namespace) -> int:
         )
     address = _address(options.proxy) if options.proxy else None
     tls = _tls_files(options)
+    ca = tls[0] if tls and is_own_authority(tls[0]) else None
     if old:
         resume_run(old, name, dataclasses.asdict(config))
     run = old or create_run(options.runs, name, dataclasses.asdict(config))
     if address:
         _add_proxy(graph, run, *address, tls)
-    console = Console(run, recipe, to_stderr=options.json, awaited=absent)
+    console = Console(run, recipe, to_stderr=options.json, awaited=absent, ca=ca)
     with console:
         outcome = _supervise(graph, run, name, console)
     if outcome.exit_code:
@@ -329,11 +334,13 @@ def _how_long(expires: str | None) -> str:
 
 
 def _join(options: argparse.Namespace) -> int:
-    from .join import chosen_gpus, prepare
+    from .join import chosen_gpus, prepare, prepare_again
+    from .link import FENCED
 
     if options.ca:
         os.environ[CA] = str(options.ca.resolve())  # for the link's process, too
-    joining = prepare(
+    prepared = partial(
+        prepare,
         options.url.rstrip("/"),
         options.token_file.resolve(),
         options.runs,
@@ -341,20 +348,23 @@ def _join(options: argparse.Namespace) -> int:
         workers=options.workers,
         settings={"engine": options.engine, "engine_python": options.engine_python},
     )
-    with Console(joining.run, joining.recipe) as console:
-        outcome = _supervise(
-            joining.graph,
-            joining.run,
-            joining.recipe_name,
-            console,
-            node=joining.node,
-            number=joining.number,
-        )
-    if outcome.exit_code not in (0, 130):
+    joining = prepared()
+    while (outcome := _supervise_part(joining)).exit_code == FENCED and not outcome.asked:
+        say(f"the run went on without {joining.node}: this machine joins it again", sys.stdout)
+        before, joining = joining.node, prepare_again(prepared, time.monotonic, time.sleep)
+        say(f"{before} is {joining.node} now", sys.stdout)
+    if outcome.exit_code not in (0, 130, FENCED):
         say(f"rolecall: {outcome.story}", sys.stderr)
         return outcome.exit_code
     say("the run has finished" if outcome.exit_code == 0 else "left the run", sys.stdout)
     return 0
+
+
+def _supervise_part(joining: Joining) -> Outcome:
+    with Console(joining.run, joining.recipe) as console:
+        return _supervise(
+            joining.graph, joining.run, joining.recipe_name, console, node=joining.node, number=joining.number
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import IO, Any
 
@@ -53,13 +54,20 @@ class Console:
     """Observes a run, shows it, and writes everything observed to events.jsonl.
 
     The recipe's `outcome.progress(reports)`, if it has one, makes the line from each actor's newest report.
-    awaited: roles that only machines that join run. Nothing that goes wrong in showing ends the run.
+    awaited: roles that only machines that join run; ca: the certificate they must be given. Nothing that goes wrong in
+    showing ends the run.
     """
 
     def __init__(
-        self, run: RunFolder, recipe: ModuleType, *, to_stderr: bool = False, awaited: Sequence[str] = ()
+        self,
+        run: RunFolder,
+        recipe: ModuleType,
+        *,
+        to_stderr: bool = False,
+        awaited: Sequence[str] = (),
+        ca: Path | None = None,
     ) -> None:
-        self.run, self.recipe, self.awaited = run, recipe, awaited
+        self.run, self.recipe, self.awaited, self.ca = run, recipe, awaited, ca
         self._join, self._machines = "", -1
         self.reports: dict[str, dict[str, Any]] = {}
         self._states: dict[str, str] = {}
@@ -89,7 +97,8 @@ class Console:
         self.reports[name] = values
         self._note(name, "report", values=values)
         if name == PROXY and "url" in values:
-            self._join = f"rolecall join {values['url']} --token-file {self.run.path / 'token'}"
+            ca = f" --ca {self.ca}" if self.ca else ""
+            self._join = f"rolecall join {values['url']} --token-file {self.run.path / 'token'}{ca}"
             if not self.awaited:
                 self._print(f"other machines join with: {self._join}")
         if name == PROXY and "machines" in values:

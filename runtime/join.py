@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -15,12 +15,13 @@ from .graph import Graph
 from .link import Link, join
 from .recipe import load_recipe
 from .relay import Joined
-from .remote import fetch_about
+from .remote import GIVE_UP_S, NoAnswer, fetch_about
 from .runs import RunFolder, create_run
 
-__all__ = ["Joining", "chosen_gpus", "part_of", "prepare"]
+__all__ = ["Joining", "chosen_gpus", "own_settings", "part_of", "prepare", "prepare_again"]
 
 MAX_GPUS = 128  # of one machine
+AGAIN_S = 1.0  # between two tries of a machine that was given up
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def prepare(
             exit_code=2,
         )
     recipe = load_recipe(name)
-    config |= _own_settings(recipe, name, settings)
+    config |= own_settings(recipe, name, settings)
     try:
         whole = recipe.build(recipe.Config(**config))
     except (TypeError, ValueError) as error:
@@ -94,6 +95,20 @@ def prepare(
     joined = join(url, token_file, socket.gethostname())
     graph = part_of(whole, workers, joined, url, token_file, gpus[:workers])
     return Joining(graph, run, recipe, name, joined.name, joined.number)
+
+
+def prepare_again(
+    prepared: Callable[[], Joining], clock: Callable[[], float], pause: Callable[[float], None]
+) -> Joining:
+    """The same for a machine that the run has given up: what cut it off may do so again, so it tries for GIVE_UP_S."""
+    until = clock() + GIVE_UP_S
+    while True:
+        try:
+            return prepared()
+        except NoAnswer:
+            if clock() > until:
+                raise
+        pause(AGAIN_S)
 
 
 def chosen_gpus(text: str) -> tuple[str, ...]:
@@ -116,7 +131,8 @@ def chosen_gpus(text: str) -> tuple[str, ...]:
     return names
 
 
-def _own_settings(recipe: ModuleType, name: str, settings: Mapping[str, str | None]) -> dict[str, str]:
+def own_settings(recipe: ModuleType, name: str, settings: Mapping[str, str | None]) -> dict[str, str]:
+    """Those that are given. Raises Unrecoverable (exit code 2) for one that the recipe does not have."""
     own = {key: value for key, value in settings.items() if value is not None}
     fields = [field.name for field in dataclasses.fields(recipe.Config)]
     for key in own:

@@ -25,7 +25,7 @@ from .directory import Machine
 from .errors import Finished, RolecallError, Unrecoverable
 from .line import Batch, Gap, Line
 from .relay import Joined, Opened
-from .remote import GIVE_UP_S, SESSION_HEADER, authorized, read_token, trusted
+from .remote import GIVE_UP_S, SESSION_HEADER, NoAnswer, authorized, read_token, trusted
 
 if TYPE_CHECKING:
     import httpx
@@ -39,7 +39,8 @@ NOBODY_S = 5.0  # after which a gateway that knows of no run is believed
 
 
 def join(url: str, token_file: Path, host: str) -> Joined:
-    """Be given a name and a number in the run at `url`. Raises Unrecoverable if it is not to be had."""
+    """Be given a name and a number in the run at `url`. Raises Unrecoverable if it is not to be had, NoAnswer if nobody
+    answers."""
     import httpx
 
     headers = authorized(read_token(token_file))
@@ -49,6 +50,10 @@ def join(url: str, token_file: Path, host: str) -> Joined:
         )
         response.raise_for_status()
         return json.decode(response.content, type=Joined)
+    except httpx.TransportError as error:
+        raise NoAnswer(
+            f"the run at {url} has just been there and does not answer any more ({error})"
+        ) from error
     except (httpx.HTTPError, msgspec.DecodeError) as error:
         raise Unrecoverable(
             f"the run at {url} lets nobody join ({error}): is it of the same version?"

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +77,7 @@ class Outcome:
     exit_code: int
     story: str
     restarts: int
+    asked: bool = False  # to stop, if only after it had begun to end of something else
 
 
 @dataclass
@@ -148,7 +149,7 @@ class Supervisor:
         finally:
             self._close()
         assert self._ending is not None
-        return self._ending
+        return replace(self._ending, asked=self._stop_signals > 0)
 
     def stop(self) -> None:
         """Ask for an orderly end; twice: kill everybody now. Safe to call from a signal handler."""
@@ -301,8 +302,7 @@ class Supervisor:
                 self.observer.on_dead_letter(receiver, method, reason)
 
     def _hear_forkserver(self, forks: ForkServer) -> None:
-        reply = forks.reply()
-        if reply is not None:
+        if (reply := forks.reply()) is not None:
             self._adopt(reply)
             return
         # It died. Whoever it had not forked yet is asked for again.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -26,11 +28,12 @@ class Command:
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     through: Sequence[str] = ()  # the start of a command line that runs the rest of it: somewhere else
+    program: Sequence[str] = tuple(ROLECALL)
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [*self.through, *ROLECALL, *self.arguments],
+            [*self.through, *self.program, *self.arguments],
             cwd=self.folder,
             env={**os.environ, **self.environment, "ROLECALL_TEST_MARK": self.mark},
             stdin=subprocess.DEVNULL,
@@ -61,6 +64,12 @@ class Command:
             return ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             return False  # it has just ended
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of them at once, as what happens to a machine does."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def run_folder(self) -> Path:
         """The folder of the run it started (waits for it)."""

@@ -32,7 +32,8 @@ from starlette.routing import Route
 
 USER = "ann"
 PAGE = 3  # jobs a page: so few that a list has several
-FLAVORS = {"cpu-basic": 0.01, "l4x1": 0.8, "a100-large": 2.5}  # $/h, given by the minute
+FLAVORS = {"cpu-basic": 0.01, "l4x1": 0.8, "l4x4": 3.8, "a100-large": 2.5}  # $/h, given by the minute
+GPUS = {"l4x1": 1, "l4x4": 4, "a100-large": 1}
 LIVE = ("SCHEDULING", "RUNNING")
 
 
@@ -311,11 +312,23 @@ _LABEL = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_"
 def _hardware() -> list[dict[str, Any]]:
     return [
         {
-            "name": name, "prettyName": name, "cpu": "2 vCPU", "ram": "16 GB", "accelerator": None,
+            "name": name, "prettyName": name, "cpu": "2 vCPU", "ram": "16 GB", "accelerator": _gpus(name),
             "unitCostMicroUSD": round(price / 60 * 1e6), "unitCostUSD": price / 60, "unitLabel": "minute",
         }
         for name, price in FLAVORS.items()
     ]  # fmt: skip
+
+
+def _gpus(flavor: str) -> dict[str, str] | None:
+    if flavor not in GPUS:
+        return None
+    return {
+        "type": "gpu",
+        "model": "X",
+        "quantity": str(GPUS[flavor]),
+        "vram": "24 GB",
+        "manufacturer": "Nvidia",
+    }
 
 
 def _time(seconds: float) -> str:

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from rolecall.runtime.cli import main
+from rolecall.runtime.remote import is_own_authority
 from rolecall.runtime.runs import RunFolder, RunInfo, create_run, find_run
 
+from .certificates import make_certificate
 from .commands import Command
 
 FLAGS = {
@@ -125,6 +128,8 @@ def test_a_recipe_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["async_grpo", "--tls-cert", "c"], "--tls-cert and --tls-key belong together, and to --proxy"),
         (["async_grpo", "--tls-cert", "c", "--tls-key", "k"], "--tls-cert and --tls-key belong together, and to"),
         (["async_grpo", "--proxy", "127.0.0.1:0", "--tls-cert", "c", "--tls-key", "k"], "can't read {here}/c: check"),
+        (["async_grpo", "--proxy", "127.0.0.1:0", "--tls-cert", "file", "--tls-key", "file"],
+         "can't read certificates from {here}/file: "),
         (["async_grpo", "--runs", "file/runs"], "can't make the run's folder file/runs/async_grpo-"),
     ],
 )  # fmt: skip
@@ -136,6 +141,17 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(
     (tmp_path / "file").touch()
     assert refused(capsys, "run", *arguments).startswith(text.format(here=tmp_path.resolve()))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_certificate_is_its_own_authority_or_another_is(tmp_path: Path):
+    own, key, signed = tmp_path / "own.pem", tmp_path / "key.pem", tmp_path / "signed.pem"
+    make_certificate(own, key)
+    assert is_own_authority(own)
+    request = ["openssl", "req", "-new", "-key", key, "-subj", "/CN=trainer"]
+    made = subprocess.run(request, check=True, capture_output=True).stdout
+    sign = ["openssl", "x509", "-req", "-CA", own, "-CAkey", key, "-CAcreateserial", "-out", signed]
+    subprocess.run(sign, input=made, check=True, capture_output=True)
+    assert not is_own_authority(signed)
 
 
 @pytest.mark.parametrize("command", ["run", "show"])

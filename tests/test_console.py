@@ -29,11 +29,13 @@ class Outcome(ModuleType):
         return f"done: {result}"
 
 
-def console(folder: Path, *, to_stderr: bool = False, awaited: Sequence[str] = ()) -> Console:
+def console(
+    folder: Path, *, to_stderr: bool = False, awaited: Sequence[str] = (), ca: Path | None = None
+) -> Console:
     recipe = ModuleType("recipe")
     recipe.__dict__["outcome"] = Outcome("outcome")
     folder.mkdir(exist_ok=True)
-    return Console(RunFolder(folder), recipe, to_stderr=to_stderr, awaited=awaited)
+    return Console(RunFolder(folder), recipe, to_stderr=to_stderr, awaited=awaited, ca=ca)
 
 
 def test_brackets_and_colons_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -100,6 +102,14 @@ def test_only_the_proxy_says_where_to_join(tmp_path: Path, capsys: pytest.Captur
         assert "join" not in capsys.readouterr().out
         shown.on_report("proxy", {"url": "http://here:8700"})
         assert "rolecall join http://here:8700 --token-file" in capsys.readouterr().out
+
+
+def test_who_joins_needs_a_certificate_that_only_the_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with console(tmp_path, ca=tmp_path / "cert.pem") as shown:
+        shown.on_report("proxy", {"url": "https://here:8700"})
+    assert f"--token-file {tmp_path}/token --ca {tmp_path}/cert.pem\n" in capsys.readouterr().out
 
 
 def broken_pipe() -> io.TextIOWrapper:

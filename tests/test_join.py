@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rolecall.runtime.errors import Unrecoverable
-from rolecall.runtime.join import chosen_gpus
+from rolecall.runtime.join import Joining, chosen_gpus, prepare_again
+from rolecall.runtime.remote import GIVE_UP_S, NoAnswer
 from rolecall.runtime.runs import RunFolder
 
 from .commands import Command, lines, proxy_url, until
@@ -24,18 +26,26 @@ RECIPE = "graphs.hosts"
 
 
 class Trainer:
-    """A run without workers of its own. `join` adds a machine, with a folder of its own."""
+    """A run without workers of its own. `join` adds a machine, with a folder of its own.
 
-    def __init__(self, folder: Path, s3: S3Server, *settings: str) -> None:
+    lease_s: after how long without a word a machine is given up, if not as by `rolecall run`.
+    """
+
+    def __init__(self, folder: Path, s3: S3Server, *settings: str, lease_s: float | None = None) -> None:
         self.root = folder
         path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
         self.environment = s3.environment() | {"PYTHONPATH": path}
         store = f"store=s3://{s3.bucket}/{folder.name}"
         settings = ("rollout_workers=0", store, *settings)
-        chosen = [word for setting in settings for word in ("--set", setting)]
         here = folder / "here"
         here.mkdir()
-        self.command = Command(["run", RECIPE, "--proxy", "127.0.0.1:0", *chosen], here, self.environment)
+        if lease_s is None:
+            chosen = [word for setting in settings for word in ("--set", setting)]
+            self.command = Command(["run", RECIPE, "--proxy", "127.0.0.1:0", *chosen], here, self.environment)
+        else:
+            program = [sys.executable, str(TESTS / "impatient.py")]
+            words = [RECIPE, str(lease_s), *settings]
+            self.command = Command(words, here, self.environment, program=program)
         self.folder = self.command.run_folder()
         self.machines: list[Command] = []
 
@@ -76,14 +86,14 @@ class Trainer:
 
 @pytest.fixture
 def trainer(tmp_path: Path, s3_server: S3Server) -> Callable[..., Trainer]:
-    return lambda *settings: Trainer(tmp_path, s3_server, *settings)
+    return lambda *settings, **how: Trainer(tmp_path, s3_server, *settings, **how)
 
 
 @pytest.mark.slow
 def test_a_run_without_workers_says_so_and_goes_on_with_the_first_machine(
     trainer: Callable[..., Trainer],
 ):
-    run = trainer("steps=60", "pace_s=0.3")
+    run = trainer("steps=30", "pace_s=0.3")
     first = run.join()
     run.goes_on()
     shown = Command(["ps"], run.root / "here").finish()[1]
@@ -102,7 +112,7 @@ def test_a_run_without_workers_says_so_and_goes_on_with_the_first_machine(
     assert out.count(f"no rollout worker yet: {line}\n") == 1
     assert out.count(f"the last rollout worker has left: {line}\n") == 1
     assert "other machines join" not in out and "died" not in out
-    check_ledger(run.folder, 60, 4)
+    check_ledger(run.folder, 30, 4)
 
 
 @pytest.mark.slow
@@ -127,6 +137,63 @@ def test_a_second_sigterm_does_not_wait_for_goodbyes(trainer: Callable[..., Trai
     run.command.process.send_signal(signal.SIGTERM)
     assert run.command.finish(30)[0] == 130
     assert run.command.processes() == []
+
+
+@pytest.mark.slow
+def test_a_machine_that_was_given_up_joins_again_under_a_new_name(trainer: Callable[..., Trainer]):
+    run = trainer("steps=24", "pace_s=0.3", "lease_s=1", lease_s=2.0)
+    machine = run.join()
+    run.goes_on()
+    [name] = run.machines_reported()[-1]
+    machine.signal(signal.SIGSTOP)
+    until(lambda: run.machines_reported()[-1] == [])
+    machine.signal(signal.SIGCONT)
+    [again] = until(lambda: run.machines_reported()[-1])
+    run.goes_on()
+    run.finish()
+    code, out, err = machine.finish()
+    assert (code, err) == (0, "")
+    host = name.rpartition("-")[0]
+    assert (name, again) == (f"{host}-1", f"{host}-2")
+    said = [line for line in out.splitlines() if name in line]
+    assert said == [f"the run went on without {name}: this machine joins it again", f"{name} is {again} now"]
+    assert out.splitlines()[-1] == "the run has finished"
+
+
+@pytest.mark.slow
+def test_a_machine_that_was_given_up_and_is_asked_to_stop_does_not_join_again(
+    trainer: Callable[..., Trainer],
+):
+    run = trainer("steps=1000", "pace_s=0.1", "lease_s=1", lease_s=2.0)
+    machine = run.join()
+    run.goes_on()
+    machine.signal(signal.SIGSTOP)
+    until(lambda: run.machines_reported()[-1] == [])
+    machine.process.send_signal(signal.SIGTERM)
+    machine.signal(signal.SIGCONT)
+    code, out, err = machine.finish(30)
+    assert (code, out.splitlines()[-1]) == (0, "left the run"), err
+    assert machine.processes() == [] and run.machines_reported()[-1] == []
+    RunFolder(run.folder).stop()
+    assert run.command.finish(30)[0] == 130
+
+
+def test_a_machine_that_was_cut_off_tries_to_join_again_for_a_while():
+    now, tries = 0.0, 0
+
+    def prepared() -> Joining:
+        nonlocal tries
+        tries += 1
+        raise NoAnswer("no run answers")
+
+    def pause(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    with pytest.raises(NoAnswer):
+        prepare_again(prepared, lambda: now, pause)
+    assert GIVE_UP_S < now < GIVE_UP_S + 2.0
+    assert tries == now + 1  # each second
 
 
 @pytest.mark.slow

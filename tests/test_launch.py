@@ -30,15 +30,30 @@ from .commands import Command
 from .hub import USER, Hub
 from .processes import GRAPHS
 from .s3 import S3Server
+from .test_join import RECIPE, TESTS
+from .test_run import check_ledger
 
 Desk = load_recipe(str(GRAPHS / "door.py")).Desk
 KEYS = {"AWS_ACCESS_KEY_ID": "HFAKsecretid", "AWS_SECRET_ACCESS_KEY": "secret-secret-key"}
-SMALL = ["steps=3", "batch=2", "group_size=2", "eval_problems=4", "max_tokens=16"]
+
+ENGINELESS = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    store: str = ""
+    rollout_workers: int = 0
+
+def build(config):
+    raise AssertionError
+"""
 
 
-def arguments(*more: str, bucket: str = "ann/weights", workers: int = 2) -> list[str]:
+def arguments(
+    *more: str, recipe: str = "async_grpo", bucket: str = "ann/weights", workers: int = 2
+) -> list[str]:
     return [
-        "launch", "hf-jobs", "async_grpo", "--workers", str(workers), "--flavor", "l4x1", "--trainer-flavor",
+        "launch", "hf-jobs", recipe, "--workers", str(workers), "--flavor", "l4x1", "--trainer-flavor",
         "a100-large", "--bucket", bucket, "--image", "ann/rolecall", *more,
     ]  # fmt: skip
 
@@ -71,11 +86,12 @@ def posts(hub: Hub) -> list[str]:
 
 
 def test_commands_and_flags_are_these(capsys: pytest.CaptureFixture[str]):
+    engine = ["--engine", "--engine-python"]
     flags = {
-        "hf-jobs": ["--bucket", "--flavor", "--follow", "--image", "--namespace", "--no-follow", "--runs", "--set",
-                    "--timeout", "--trainer-flavor", "--workers", "--yes"],
-        "ssh": ["--rolecall", "--runs", "--token-file", "--url", "--workers"],
-        "kubernetes": ["--apply", "--gpus", "--image", "--runs", "--secret", "--url", "--workers"],
+        "hf-jobs": ["--bucket", *engine, "--flavor", "--follow", "--image", "--namespace", "--no-follow", "--runs",
+                    "--set", "--timeout", "--trainer-flavor", "--workers", "--yes"],
+        "ssh": ["--ca", *engine, "--gpus", "--rolecall", "--runs", "--token-file", "--url", "--workers"],
+        "kubernetes": ["--apply", "--ca", *engine, "--gpus", "--image", "--runs", "--secret", "--url", "--workers"],
         "status": ["--runs"],
         "stop": ["--runs"],
     }  # fmt: skip
@@ -104,7 +120,9 @@ def test_the_price_is_named_before_anything_is_started_and_nobody_there_means_no
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(("typed", "code", "jobs"), [("y\n", 0, 3), ("\n", 2, 0), ("no\n", 2, 0)])
+@pytest.mark.parametrize(
+    ("typed", "code", "jobs"), [("y\n", 0, 3), ("\n", 2, 0), ("no\n", 2, 0), ("\4", 2, 0)]
+)
 def test_at_a_terminal_it_asks(hub: Hub, monkeypatch: pytest.MonkeyPatch, typed: str, code: int, jobs: int):
     ours, theirs = pty.openpty()
     with os.fdopen(theirs) as terminal:
@@ -120,7 +138,7 @@ def test_at_a_terminal_it_asks(hub: Hub, monkeypatch: pytest.MonkeyPatch, typed:
     [
         (
             ["--flavor", "l4x2"],
-            "there is no hardware 'l4x2'; did you mean 'l4x1'? There is: a100-large, cpu-basic, l4x1",
+            "there is no hardware 'l4x2'; did you mean 'l4x4'? There is: a100-large, cpu-basic, l4x1, l4x4",
         ),
         (["--timeout", "6"], "--timeout 6: write it as 90s, 45m, 6h or 1d"),
         (["--workers", "0"], "--workers 0: at least one"),
@@ -140,6 +158,17 @@ def test_mistakes_cost_nothing(hub: Hub, capsys: pytest.CaptureFixture[str], fla
 def test_a_recipe_in_a_file_has_to_be_in_the_image(hub: Hub, capsys: pytest.CaptureFixture[str]):
     mine = [word if word != "async_grpo" else "mine.py" for word in arguments("--yes")]
     assert "mine.py is a file of this machine, which no job has" in refused(capsys, mine)
+
+
+def test_an_engine_that_no_worker_could_have_costs_nothing(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "engineless").mkdir()
+    (tmp_path / "engineless" / "recipe.py").write_text(ENGINELESS)
+    monkeypatch.syspath_prepend(tmp_path)
+    mistaken = arguments("--yes", "--engine-python", "/vllm", recipe="engineless.recipe")
+    assert refused(capsys, mistaken).startswith("--engine-python: recipe engineless.recipe has no setting")
+    assert posts(hub) == []
 
 
 @pytest.mark.parametrize(
@@ -178,7 +207,7 @@ def test_a_launch_is_one_trainer_and_its_workers(hub: Hub):
     assert trainer["expose"] == {"ports": [8700], "portsPublic": []}
     (id,) = [job.id for job in hub.of("trainer")]
     for number, worker in enumerate(workers):
-        assert worker["command"][-1] == f"{hub.endpoint}/gateway/{id}--8700"
+        assert worker["command"][3:] == [f"{hub.endpoint}/gateway/{id}--8700", "--gpus", "1"]
         assert worker["labels"]["role"] == f"worker-{number}"
         assert "expose" not in worker
     assert {spec["flavor"] for spec in workers} == {"l4x1"} and trainer["flavor"] == "a100-large"
@@ -188,29 +217,43 @@ def test_a_launch_is_one_trainer_and_its_workers(hub: Hub):
         assert spec["secrets"]["AWS_ENDPOINT_URL"] == "https://s3.hf.co/ann"
         assert KEYS.items() <= spec["secrets"].items()
         assert spec["secrets"]["ROLECALL_TOKEN"] == trainer["secrets"]["ROLECALL_TOKEN"]
-    assert "ROLECALL_BEARER" not in trainer["secrets"]
+    assert not {"ROLECALL_BEARER", "HF_TOKEN"} & trainer["secrets"].keys()
     assert workers[0]["secrets"]["ROLECALL_BEARER"] == hub.token
+
+
+@pytest.mark.parametrize(
+    ("flavor", "flags"),
+    [("cpu-basic", []), ("l4x4", ["--gpus", "4", "--engine", "vllm", "--engine-python", "/vllm"])],
+)
+def test_a_workers_job_has_one_worker_for_each_gpu_and_an_engine_of_its_own(
+    hub: Hub, flavor: str, flags: list[str]
+):
+    assert main(arguments("--yes", "--no-follow", "--flavor", flavor, *flags[2:])) == 0
+    assert hub.of("worker-0")[0].spec["command"][4:] == flags
+    assert "--engine" not in hub.of("trainer")[0].spec["command"]
 
 
 def test_secrets_are_told_as_secrets_and_nowhere_else(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("ROLECALL_BEARER", hub.reader)
+    monkeypatch.setenv("ROLECALL_HF_TOKEN", "hf_that-may-only-read")
     assert main(arguments("--yes", "--no-follow")) == 0
     assert main(["launch", "status"]) == 0
     assert main(["launch", "stop"]) == 0
-    hidden = {hub.token, hub.reader, *KEYS.values()}
+    hidden = {hub.token, hub.reader, "hf_that-may-only-read", *KEYS.values()}
     seen = [*capsys.readouterr(), *(path.read_text() for path in Path().rglob("*") if path.is_file())]
     for _, url, body in hub.asked:
         spec: dict[str, Any] = json.loads(body) if body else {}
         hidden |= set(spec.pop("secrets", {}).values())
         seen += [url, json.dumps(spec)]
     hidden -= {"https://s3.hf.co/ann", "us-east-1"}
-    assert len(hidden) == 5  # the two tokens of the platform, the bucket's two keys, the run's token
+    assert len(hidden) == 6  # the three tokens of the platform, the bucket's two keys, the run's token
     assert not [(secret, text) for secret in hidden for text in seen if secret in text]
-    assert hub.jobs and all(
-        job.spec["secrets"].get("ROLECALL_BEARER") != hub.token for job in hub.jobs.values()
-    )
+    for job in hub.jobs.values():
+        assert job.spec["secrets"].get("ROLECALL_BEARER") != hub.token
+        assert job.spec["secrets"]["HF_TOKEN"] == "hf_that-may-only-read"
+    assert "the jobs may read gated models, by the token in ROLECALL_HF_TOKEN\n" in seen[0]
 
 
 def test_where_a_bucket_is():
@@ -296,6 +339,19 @@ def test_stop_ends_the_workers_first_and_finds_what_no_file_knows_of(
     assert len([url for url in posts(hub) if url.endswith("/cancel")]) == 2
 
 
+def test_of_two_launches_the_newer_is_meant_or_the_one_that_is_named(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments("--yes", "--no-follow")) == 0
+    assert main(arguments("--yes", "--no-follow", workers=1)) == 0
+    first, second = dict.fromkeys(job.spec["labels"]["rolecall"] for job in hub.jobs.values())
+    capsys.readouterr()
+    for arguments_, name, live in (([], second, 3), ([first], first, 0)):
+        assert main(["launch", "stop", *arguments_]) == 0
+        assert capsys.readouterr().out.startswith(f"{name}: 0 of ")
+        assert len(hub.live()) == live
+
+
 def test_a_launch_that_is_not_there(hub: Hub, capsys: pytest.CaptureFixture[str]):
     assert refused(capsys, ["launch", "stop"]).startswith("nothing was launched from runs: start with")
     assert main(arguments("--yes", "--no-follow")) == 0
@@ -316,16 +372,19 @@ def test_a_launch_that_is_not_there(hub: Hub, capsys: pytest.CaptureFixture[str]
 def test_ctrl_c_leaves_the_jobs_alone_and_stop_ends_who_follows(tmp_path: Path):
     with Hub(tmp_path / "there", processes=False) as hub:
         environment = hub.environment() | KEYS
-        first = Command(arguments("--yes", workers=1), tmp_path, environment)
-        hub.wait_for("worker-0")
-        os.kill(first.process.pid, signal.SIGINT)
-        code, _, err = first.finish()
-        assert (code, hub.live()) == (130, ["trainer", "worker-0"])
-        assert err.startswith(
-            "the jobs go on, and nothing that is lost is started again: `rolecall launch status "
-        )
-        assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
-        hub.jobs.clear()
+        hub.asleep = True
+        for last, live in (("trainer", ["trainer"]), ("worker-0", ["trainer", "worker-0"])):
+            command = Command(arguments("--yes", workers=1), tmp_path, environment)
+            hub.wait_for(last)
+            os.kill(command.process.pid, signal.SIGINT)
+            code, _, err = command.finish()
+            assert (code, hub.live()) == (130, live)
+            assert err.startswith(
+                "the jobs go on, and nothing is started any more, be it lost or yet to come: `rolecall launch status "
+            )
+            assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
+            hub.jobs.clear()
+            hub.asleep = False
         second = Command(arguments("--yes", workers=1), tmp_path, environment)
         hub.wait_for("worker-0")
         assert Command(["launch", "stop"], tmp_path, environment).finish()[0] == 0
@@ -334,15 +393,21 @@ def test_ctrl_c_leaves_the_jobs_alone_and_stop_ends_who_follows(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path: Path, s3_server: S3Server):
+def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+):
     """Price, trainer, gateway, worker; the worker's machine is taken away before it has done anything."""
     here = tmp_path / "here"
     here.mkdir()
-    sets = [word for setting in SMALL for word in ("--set", setting)]
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    )
     bucket = f"s3://{s3_server.bucket}/launched"
     with Hub(tmp_path / "there") as hub:
         environment = hub.environment() | s3_server.environment() | {"ROLECALL_BEARER": hub.reader}
-        command = Command(arguments(*sets, "--yes", bucket=bucket, workers=1), here, environment)
+        command = Command(
+            arguments("--yes", "--set", "steps=3", recipe=RECIPE, bucket=bucket, workers=1), here, environment
+        )
         worker = hub.wait_for("worker-0")
         command_lines = _all_command_lines()
         worker.kill()
@@ -350,7 +415,8 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path
         assert code == 0, out + err
         assert Command(["launch", "stop"], here, environment).finish()[0] == 0
         assert [job.stage for job in hub.jobs.values()] == ["COMPLETED", "ERROR", "COMPLETED"]
-        assert " in 3 steps" in out
+        [folder] = hub.of("trainer")[0].folder.glob("runs/*")
+        check_ledger(folder, 3, 4)
         assert "worker-0: ERROR (exit code 137)\nworker-0: started again as job " in out
         assert f"each version of its adapter is in {bucket}" in out
         assert [job.role for job in hub.jobs.values() if _is_alive(job.id)] == []
@@ -360,7 +426,7 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(tmp_path
         if path.is_file() and path.name != "token" and not path.name.startswith("tmp."):
             found = [secret for secret in hidden if secret.encode() in path.read_bytes()]
             assert found == [], path
-    assert "rolecall run async_grpo --proxy" in command_lines
+    assert f"rolecall run {RECIPE} --proxy" in command_lines
     assert not any(secret in out + err + command_lines for secret in hidden)
 
 

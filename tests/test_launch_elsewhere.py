@@ -11,13 +11,12 @@ import pytest
 import yaml
 from rolecall.runtime.cli import main
 from rolecall.runtime.launch.credentials import AWS
-from rolecall.runtime.launch.kubernetes import manifest
 
 from .commands import until
 from .hosts import install
 
 SECRET = 'it\'s "secret" $HOME'  # what a shell would love to read otherwise
-HIDDEN = [SECRET, "secret-key", "hf_reader"]
+HIDDEN = [SECRET, "secret-key", "hf_reader", "hf_models"]
 
 
 @pytest.fixture
@@ -29,6 +28,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-key")
     monkeypatch.setenv("ROLECALL_BEARER", "hf_reader")
+    monkeypatch.setenv("ROLECALL_HF_TOKEN", "hf_models")
+    monkeypatch.delenv("ROLECALL_CA", raising=False)
     return tmp_path
 
 
@@ -65,7 +66,8 @@ def test_hosts_join_and_are_told_the_token_on_no_command_line(here: Path, capsys
         assert (folder / "token").read_text() == f"{SECRET}\n"
         assert (folder / "token").stat().st_mode & 0o777 == 0o600
         told = (here / host / "environment").read_text()
-        assert "AWS_SECRET_ACCESS_KEY=secret-key\n" in told and "ROLECALL_BEARER=hf_reader\n" in told
+        for line in ("AWS_SECRET_ACCESS_KEY=secret-key", "ROLECALL_BEARER=hf_reader", "HF_TOKEN=hf_models"):
+            assert f"\n{line}\n" in f"\n{told}"
         for text in (command_line(pids[-1]), (folder / "log").read_text(), (here / "ssh.log").read_text()):
             assert text and not any(secret in text for secret in HIDDEN)
     assert not any(secret in (here / "runs" / name / "launch.json").read_text() for secret in HIDDEN)
@@ -84,6 +86,36 @@ def test_hosts_join_and_are_told_the_token_on_no_command_line(here: Path, capsys
     assert not list(here.rglob(".rolecall/*/token"))
     assert main(["launch", "status"]) == 0
     assert capsys.readouterr().out == "a: ended: left the run\nann@b: ended: left the run\n"
+
+
+def called(here: Path, host: str) -> tuple[str, Path]:
+    """How `rolecall` was called on this host, and the launch's folder there."""
+    until((here / host / "called").exists)
+    return (here / host / "called").read_text().split(maxsplit=1)[1].rstrip(), next(
+        (here / host / ".rolecall").iterdir()
+    )
+
+
+def test_hosts_are_told_of_gpus_an_engine_and_a_certificate(here: Path, monkeypatch: pytest.MonkeyPatch):
+    certificate = "-----BEGIN CERTIFICATE-----\nMIIB%s'\\n\n-----END CERTIFICATE-----\n"
+    (here / "cert.pem").write_text(certificate)
+    address = ["--url", "https://trainer:8700", "--token-file", "token"]
+    chosen = ["--gpus", "0,3", "--engine", "vllm", "--engine-python", "/opt/my vllm/python"]
+    assert main(["launch", "ssh", "a", *address, *chosen, "--ca", "cert.pem"]) == 0
+    assert main(["launch", "stop"]) == 0
+    monkeypatch.setenv("ROLECALL_CA", "cert.pem")
+    assert main(["launch", "ssh", "b", *address]) == 0
+    assert main(["launch", "stop"]) == 0
+    for host, flags in (("a", " ".join(chosen) + " "), ("b", "")):
+        words, folder = called(here, host)
+        assert words == (f"join https://trainer:8700 --token-file {folder}/token {flags}--ca {folder}/ca.pem")
+        assert (folder / "ca.pem").read_text() == certificate
+
+
+def test_a_certificate_that_is_not_there_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*ssh("a"), "--ca", "cert.pem"]) == 2
+    assert "can't read certificates from cert.pem" in capsys.readouterr().err
+    assert not (here / "ssh.log").exists() and not (here / "runs").exists()
 
 
 def test_hosts_that_do_not_join_say_why_and_the_others_do(here: Path, capsys: pytest.CaptureFixture[str]):
@@ -169,9 +201,9 @@ def test_the_job_that_is_printed(here: Path, capsys: pytest.CaptureFixture[str])
                             "image": "me/rolecall",
                             "command": [
                                 "rolecall", "join", "http://trainer:8700",
-                                "--token-file", "/run/rolecall/token",
+                                "--token-file", "/run/rolecall/token", "--gpus", "1",
                             ],
-                            "env": [optional(key) for key in (*AWS, "ROLECALL_BEARER")],
+                            "env": [optional(key) for key in (*AWS, "ROLECALL_BEARER", "HF_TOKEN")],
                             "volumeMounts": [
                                 {"name": "token", "mountPath": "/run/rolecall", "readOnly": True}
                             ],
@@ -195,10 +227,24 @@ def test_the_job_that_is_printed(here: Path, capsys: pytest.CaptureFixture[str])
     assert not (here / "runs").exists() and not (here / "kubectl.log").exists()
 
 
-def test_without_a_gpu():
-    job = manifest(name="x", url="http://t", workers=1, image="i", secret="s", gpus=0)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert "resources" not in container
+def pod(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*KUBERNETES, *arguments]) == 0
+    return yaml.safe_load(capsys.readouterr().out)["spec"]["template"]["spec"]
+
+
+def test_without_a_gpu(here: Path, capsys: pytest.CaptureFixture[str]):
+    (container,) = pod(capsys, "--gpus", "0")["containers"]
+    assert "resources" not in container and "--gpus" not in container["command"]
+
+
+def test_pods_are_told_of_gpus_an_engine_and_a_certificate(here: Path, capsys: pytest.CaptureFixture[str]):
+    chosen = ["--gpus", "4", "--engine", "vllm", "--engine-python", "/vllm"]
+    told = pod(capsys, *chosen, "--ca", "cert.pem")
+    (container,) = told["containers"]
+    assert container["command"][5:] == [*chosen, "--ca", "/run/rolecall/cert.pem"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    files = [{"key": "token", "path": "token"}, {"key": "cert.pem", "path": "cert.pem"}]
+    assert told["volumes"][0]["secret"]["items"] == files
 
 
 def test_applied_looked_at_and_ended_with_kubectl(here: Path):

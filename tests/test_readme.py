@@ -200,8 +200,9 @@ def test_who_may_do_what(tmp_path: Path, s3_server: S3Server):
     join = Command(joined, tmp_path, s3_server.environment())
     until(lambda: lines(folder / "metrics.jsonl"))
     assert "hold for 10m" in token(_arguments("rolecall token RUN --rotate"))
-    code, _, err = run.finish(180)
+    code, out, err = run.finish(180)
     assert code == 0, err
+    assert f"rolecall join {url} --token-file {folder}/token --ca {tmp_path}/cert.pem\n" in out
     check_ledger(folder, 8, 8)
     code, _, err = join.finish(60)
     assert code == 0, err

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -264,6 +264,17 @@ def test_who_cannot_be_restarted(live: RunFolder, tmp_path: Path):
     )
     code, text = refused(tmp_path, "restart", "brief")
     assert code == 1 and text.startswith("nobody is restarted: brief has no process now")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [lambda run: run.name, str], ids=["name", "folder"])
+def test_stop_ends_the_run_that_is_named(live: RunFolder, tmp_path: Path, by: Callable[[Path], str]):
+    create_run(tmp_path / "runs", "newer", {})
+    assert do(tmp_path, "stop", by(live.path)) == f"asked {live.path.name} to stop\n"
+    until(lambda: not live.live)
+    stopped = {line["actor"] for line in live.lines("events.jsonl") if line.get("state") in ("done", "gone")}
+    assert stopped == set(NAMES)
+    assert refused(tmp_path, "stop", by(live.path)) == (2, f"run {live.path.name} is not live: it has ended")
 
 
 def has_a_socket(pid: int) -> bool:

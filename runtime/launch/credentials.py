@@ -1,4 +1,5 @@
-"""What a rented machine needs to know and nobody else may: the run's token, the bucket's keys, the gateway's pass."""
+"""What a rented machine needs to know and nobody else may: the run's token, the bucket's keys, the gateway's pass,
+a pass to gated models."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from collections.abc import Mapping
 from ..errors import Unrecoverable
 from ..remote import BEARER
 
-__all__ = ["BEARER", "TOKEN", "aws_keys", "store_and_keys"]
+__all__ = ["AWS", "BEARER", "HF_TOKEN", "MODEL_TOKEN", "TOKEN", "aws_keys", "model_token", "store_and_keys"]
 
 TOKEN = "ROLECALL_TOKEN"  # noqa: S105  the variable's name, not a secret
+MODEL_TOKEN = "ROLECALL_HF_TOKEN"  # noqa: S105  here, where HF_TOKEN is one that may do more than read models
+HF_TOKEN = "HF_TOKEN"  # noqa: S105  there
 _NEEDED = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 AWS = (*_NEEDED, "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION", *_ENDPOINTS)
@@ -19,6 +22,12 @@ HUB_GATEWAY = "https://s3.hf.co"  # https://huggingface.co/docs/hub/storage-buck
 def aws_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that lead to a bucket. Profiles and instance roles are of one machine and do not travel."""
     return {name: environment[name] for name in AWS if environment.get(name)}
+
+
+def model_token(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which machines may read gated models; empty if none was set aside for them."""
+    token = environment.get(MODEL_TOKEN)
+    return {HF_TOKEN: token} if token else {}
 
 
 def store_and_keys(bucket: str, environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:

@@ -12,9 +12,9 @@ from huggingface_hub import HfApi, JobInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[reportPrivateImportUsage]
 
 from ..errors import RolecallError, Unrecoverable
-from .prices import usd_per_hour
+from .prices import Flavor, usd_per_hour
 
-__all__ = ["PORT", "HubJobs", "Job", "JobSpec", "Unreachable", "account", "answers", "price_list"]
+__all__ = ["PORT", "HubJobs", "Job", "JobSpec", "Unreachable", "account", "answers", "hardware"]
 
 PORT = 8700  # of the run's proxy, in the trainer's container
 LABEL = "rolecall"  # its value is the launch's name
@@ -72,11 +72,17 @@ def account() -> tuple[HfApi, str]:
         return api, api.whoami()["name"]
 
 
-def price_list(api: HfApi) -> dict[str, float]:
-    """Dollars an hour of each flavor, as the platform has it now."""
+def hardware(api: HfApi) -> dict[str, Flavor]:
+    """Each flavor there is, by its name, as the platform has it now."""
     with _translated("the price list"):
-        hardware = api.list_jobs_hardware()
-    return {each.name: usd_per_hour(each.unit_cost_usd, each.unit_label) for each in hardware}
+        listed = api.list_jobs_hardware()
+    return {
+        each.name: Flavor(
+            usd_per_hour(each.unit_cost_usd, each.unit_label),
+            int(each.accelerator.quantity) if each.accelerator and each.accelerator.type == "gpu" else 0,
+        )
+        for each in listed
+    }
 
 
 class HubJobs:

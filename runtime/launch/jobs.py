@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from msgspec.structs import replace
 
 from ..console import say
 from ..errors import RolecallError, Unrecoverable
+from ..join import own_settings
 from ..recipe import configure, load_recipe
 from ..tree import RestartBudget
-from .credentials import BEARER, TOKEN, store_and_keys
+from .credentials import BEARER, MODEL_TOKEN, TOKEN, model_token, store_and_keys
 from .follow import Follower, cancel_and_wait
-from .hub import PORT, HubJobs, Job, JobSpec, account, price_list
-from .prices import PORT_USD_PER_HOUR, Rented, cost_usd, estimate, price_of
+from .hub import PORT, HubJobs, Job, JobSpec, account, hardware
+from .prices import PORT_USD_PER_HOUR, Flavor, Rented, cost_usd, estimate, flavor_named
 from .state import FILE, OnHub, launch_name, load, save
+from .workers import join_flags
 
 __all__ = ["launch", "status", "stop"]
 
@@ -31,7 +34,7 @@ TRAINER = "trainer"
 # The token reaches `rolecall join` as a file: printf is the shell's own, so no command line ever shows it.
 _JOIN = (
     'set -e; umask 077; file=$(mktemp); printf "%s\\n" "$ROLECALL_TOKEN" >"$file"; unset ROLECALL_TOKEN; '
-    'exec rolecall join "$0" --token-file "$file"'
+    'exec rolecall join "$0" --token-file "$file" "$@"'
 )
 
 
@@ -39,17 +42,14 @@ def launch(options: argparse.Namespace) -> int:
     """Start the jobs and see them through. Returns the exit code."""
     now = time.time()
     store, keys = store_and_keys(options.bucket, os.environ)
-    command = _trainer_command(options.recipe, options.set, store)
+    keys |= model_token(os.environ)
+    command = _trainer_command(options, store)
     timeout_s = _seconds(options.timeout)
     if options.workers < 1:
         raise Unrecoverable(f"--workers {options.workers}: at least one", exit_code=2)
     api, user = account()
-    prices = price_list(api)
-    rented = [
-        Rented(TRAINER, 1, options.trainer_flavor, price_of(options.trainer_flavor, prices)),
-        Rented("workers", options.workers, options.flavor, price_of(options.flavor, prices)),
-        Rented("exposed port", 1, str(PORT), PORT_USD_PER_HOUR),
-    ]
+    flavors = hardware(api)
+    rented = _rented(options, flavors)
     _agree(estimate(rented, timeout_s), yes=options.yes)
     record = OnHub(
         name=launch_name(options.recipe, now),
@@ -67,10 +67,12 @@ def launch(options: argparse.Namespace) -> int:
     trainer = job(
         role=TRAINER, command=command, secrets=keys | {TOKEN: token}, flavor=options.trainer_flavor, exposes=True
     )  # fmt: skip
+    gpus = flavors[options.flavor].gpus
+    flags = join_flags(options, gpus=str(gpus) if gpus else "")
     follower = Follower(
         jobs=jobs,
         worker=lambda role, url: job(
-            role=role, command=["sh", "-c", _JOIN, url], secrets=keys | {TOKEN: token, BEARER: bearer},
+            role=role, command=["sh", "-c", _JOIN, url, *flags], secrets=keys | {TOKEN: token, BEARER: bearer},
             flavor=options.flavor,
         ),
         budgets={f"worker-{number}": _budget(number) for number in range(options.workers)},
@@ -83,6 +85,16 @@ def launch(options: argparse.Namespace) -> int:
     return _start_and_follow(jobs, trainer, follower, record, options)
 
 
+def _rented(options: argparse.Namespace, flavors: Mapping[str, Flavor]) -> list[Rented]:
+    trainer = flavor_named(options.trainer_flavor, flavors)
+    worker = flavor_named(options.flavor, flavors)
+    return [
+        Rented(TRAINER, 1, options.trainer_flavor, trainer.usd_per_hour),
+        Rented("workers", options.workers, options.flavor, worker.usd_per_hour),
+        Rented("exposed port", 1, str(PORT), PORT_USD_PER_HOUR),
+    ]
+
+
 def _start_and_follow(
     jobs: HubJobs, trainer: JobSpec, follower: Follower, record: OnHub, options: argparse.Namespace
 ) -> int:
@@ -92,7 +104,7 @@ def _start_and_follow(
         say(f"trainer: started as job {jobs.start(trainer).id}", sys.stdout)
         code = follower.follow(until_started=not options.follow)
     except KeyboardInterrupt:
-        say(f"the jobs go on, and nothing that is lost is started again: {how}", sys.stderr)
+        say(f"the jobs go on, and nothing is started any more, be it lost or yet to come: {how}", sys.stderr)
         return 130
     except RolecallError:
         say(f"jobs may be running: {how}", sys.stderr)
@@ -131,7 +143,7 @@ def stop(root: Path, record: OnHub) -> int:
     for which in ([job for job in live if job.role != TRAINER], [job for job in live if job.role == TRAINER]):
         left += cancel_and_wait(jobs, which, time.monotonic, time.sleep)
     ended = jobs.jobs()
-    say(_summary(record, ended), sys.stdout)
+    say(f"{record.name}: {_summary(record, ended)}", sys.stdout)
     if left:
         names = ", ".join(f"{job.role} ({job.id})" for job in left)
         raise RolecallError(
@@ -140,8 +152,9 @@ def stop(root: Path, record: OnHub) -> int:
     return 0
 
 
-def _trainer_command(recipe: str, settings: list[str], store: str) -> list[str]:
-    """The command of the trainer's job. Raises Unrecoverable (exit code 2) for what the job would die of."""
+def _trainer_command(options: argparse.Namespace, store: str) -> list[str]:
+    """The command of the trainer's job. Raises Unrecoverable (exit code 2) for what it or the workers' would die of."""
+    recipe, settings = options.recipe, options.set
     if recipe.endswith(".py"):
         raise Unrecoverable(
             f"{recipe} is a file of this machine, which no job has: put the recipe into a package that the image has",
@@ -155,6 +168,7 @@ def _trainer_command(recipe: str, settings: list[str], store: str) -> list[str]:
     ours = [*settings, "rollout_workers=0", f"store={store}"]
     module = load_recipe(recipe)
     config = configure(module, recipe, ours)
+    own_settings(module, recipe, {"engine": options.engine, "engine_python": options.engine_python})
     try:
         graph = module.build(config)
     except ValueError as error:
@@ -167,11 +181,17 @@ def _trainer_command(recipe: str, settings: list[str], store: str) -> list[str]:
 
 def _agree(price: str, *, yes: bool) -> None:
     say(price, sys.stdout)
+    if model_token(os.environ):
+        say(f"the jobs may read gated models, by the token in {MODEL_TOKEN}", sys.stdout)
     if yes:
         return
     if not sys.stdin.isatty():
         raise Unrecoverable("nobody is here to agree to that price: say --yes", exit_code=2)
-    if input("go on? [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        agreed = input("go on? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        agreed = False
+    if not agreed:
         raise Unrecoverable("nothing was started", exit_code=2)
 
 

@@ -12,34 +12,43 @@ import yaml
 
 from ..console import say
 from ..errors import RolecallError, Unrecoverable
-from .credentials import AWS, BEARER
+from .credentials import AWS, BEARER, HF_TOKEN
 from .state import InCluster, launch_name, save
+from .workers import join_flags
 
 __all__ = ["launch", "manifest", "status", "stop"]
 
 RESTARTS_PER_WORKER = 3
 
 
-def manifest(*, name: str, url: str, workers: int, image: str, secret: str, gpus: int) -> dict[str, Any]:
+_MOUNT = "/run/rolecall"
+
+
+def manifest(
+    *, name: str, url: str, workers: int, image: str, secret: str, gpus: int, flags: list[str], ca: str | None
+) -> dict[str, Any]:
     """A batch/v1 Job. Without `completions` it is a queue's: whoever ends well, at the run's end, is not replaced,
     whoever fails is. A pod that the cluster itself takes away costs nothing of `backoffLimit`.
 
-    secret: with the key `token`, and the AWS_* variables and ROLECALL_BEARER as far as they are needed.
+    secret: with the key `token`, and the AWS_* variables, ROLECALL_BEARER and HF_TOKEN as far as they are needed.
+    flags: more of `rolecall join`; ca: the secret's key with certificates.
     """
     variables = [
         {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key, "optional": True}}}
-        for key in (*AWS, BEARER)
+        for key in (*AWS, BEARER, HF_TOKEN)
     ]
+    files = ["token", ca] if ca else ["token"]
+    trust = ["--ca", f"{_MOUNT}/{ca}"] if ca else []
     container: dict[str, Any] = {
         "name": "worker",
         "image": image,
-        "command": ["rolecall", "join", url, "--token-file", "/run/rolecall/token"],
+        "command": ["rolecall", "join", url, "--token-file", f"{_MOUNT}/token", *flags, *trust],
         "env": variables,
-        "volumeMounts": [{"name": "token", "mountPath": "/run/rolecall", "readOnly": True}],
+        "volumeMounts": [{"name": "token", "mountPath": _MOUNT, "readOnly": True}],
     }
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-    token = {"secretName": secret, "items": [{"key": "token", "path": "token"}]}
+    token = {"secretName": secret, "items": [{"key": key, "path": key} for key in files]}
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 60,
@@ -70,7 +79,8 @@ def launch(options: argparse.Namespace) -> int:
     record = InCluster(name=launch_name("rolecall-workers", now), started=now)
     job = manifest(
         name=record.name, url=options.url.rstrip("/"), workers=options.workers, image=options.image,
-        secret=options.secret, gpus=options.gpus,
+        secret=options.secret, gpus=options.gpus, ca=options.ca,
+        flags=join_flags(options, gpus=str(options.gpus) if options.gpus else ""),
     )  # fmt: skip
     text = yaml.safe_dump(job, sort_keys=False)
     if not options.apply:

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 
 from ..errors import Unrecoverable
 
-__all__ = ["PORT_USD_PER_HOUR", "Rented", "cost_usd", "estimate", "price_of", "usd_per_hour"]
+__all__ = ["PORT_USD_PER_HOUR", "Flavor", "Rented", "cost_usd", "estimate", "flavor_named", "usd_per_hour"]
 
 # What the price list does not have: a job that exposes ports, however many. From Hugging Face's "Pricing and
 # Billing" of Jobs (https://huggingface.co/docs/hub/jobs-pricing), read in November 2026.
 PORT_USD_PER_HOUR = 0.01
 
 _AN_HOUR_HAS = {"second": 3600, "minute": 60, "hour": 1}
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """A kind of machine. gpus: how many it has."""
+
+    usd_per_hour: float
+    gpus: int
 
 
 @dataclass(frozen=True)
@@ -42,15 +50,15 @@ def usd_per_hour(unit_cost_usd: float, unit: str) -> float:
     return unit_cost_usd * _AN_HOUR_HAS[unit]
 
 
-def price_of(flavor: str, prices: Mapping[str, float]) -> float:
-    """Dollars an hour. Raises Unrecoverable (exit code 2) that says what there is."""
-    if flavor not in prices:
-        close = difflib.get_close_matches(flavor, prices, n=1)
+def flavor_named(name: str, flavors: Mapping[str, Flavor]) -> Flavor:
+    """Raises Unrecoverable (exit code 2) that says what there is."""
+    if name not in flavors:
+        close = difflib.get_close_matches(name, flavors, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise Unrecoverable(
-            f"there is no hardware {flavor!r}{hint} There is: {', '.join(sorted(prices))}", exit_code=2
+            f"there is no hardware {name!r}{hint} There is: {', '.join(sorted(flavors))}", exit_code=2
         )
-    return prices[flavor]
+    return flavors[name]
 
 
 def cost_usd(running_s: float, price: float) -> float:

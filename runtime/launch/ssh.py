@@ -1,7 +1,8 @@
 """`rolecall launch ssh`: workers on hosts of one's own, by the system's ssh client.
 
 What a host is told comes through ssh's stdin as a shell script, secrets included: no command line shows them,
-here or there, and only the token is written down, readable by its owner.
+here or there, and only the token is written down, readable by its owner, beside the run's certificate if that
+needs one to be checked by.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from ..console import say
 from ..errors import RolecallError, Unrecoverable
-from ..remote import read_token
-from .credentials import BEARER, aws_keys
+from ..remote import CA, read_token
+from .credentials import BEARER, aws_keys, model_token
 from .state import OnHosts, launch_name, save
+from .workers import join_flags
 
 __all__ = ["launch", "status", "stop"]
 
@@ -31,8 +34,9 @@ umask 077
 folder="$HOME/.rolecall/"{name}
 mkdir -p "$folder" && cd "$folder" || exit 1
 printf '%s\\n' {token} > token
+{certificates}
 {exports}
-setsid nohup {rolecall} join {url} --token-file "$folder/token" --workers {workers} > log 2>&1 < /dev/null &
+setsid nohup {rolecall} join {url} --token-file "$folder/token" {flags} > log 2>&1 < /dev/null &
 echo $! > pid
 for _ in $(seq 60); do
     kill -0 "$(cat pid)" 2> /dev/null || {{ tail -n 3 log; exit 1; }}
@@ -61,23 +65,38 @@ echo ended
 
 def launch(options: argparse.Namespace) -> int:
     """Start `rolecall join` on each host; it goes on when this command has ended."""
-    if options.workers < 1:
+    if options.workers is not None and options.workers < 1:
         raise Unrecoverable(f"--workers {options.workers}: at least one", exit_code=2)
     token = read_token(options.token_file)
     now = time.time()
     record = OnHosts(name=launch_name("ssh", now), started=now, hosts=options.hosts)
-    told = aws_keys(os.environ) | {name: os.environ[name] for name in (BEARER,) if os.environ.get(name)}
+    told = aws_keys(os.environ) | model_token(os.environ)
+    told |= {name: os.environ[name] for name in (BEARER,) if os.environ.get(name)}
+    certificates = _certificates(options.ca)
+    flags = shlex.join(join_flags(options, gpus=options.gpus, workers=options.workers))
     script = _START.format(
         name=record.name,
         token=shlex.quote(token),
+        certificates=f"printf '%s\\n' {shlex.quote(certificates)} > ca.pem" if certificates else "",
         exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in told.items()),
         rolecall=shlex.quote(options.rolecall),
         url=shlex.quote(options.url.rstrip("/")),
-        workers=options.workers,
+        flags=f'{flags} --ca "$folder/ca.pem"' if certificates else flags,
     )
     save(options.runs, record)
     say(f"launch {record.name}", sys.stdout)
     return _on_all(record.hosts, script, "joined", "did not join")
+
+
+def _certificates(file: Path | None) -> str:
+    """Of --ca, or of the variable that stands for it; empty for neither."""
+    file = file or (Path(os.environ[CA]) if os.environ.get(CA) else None)
+    if file is None:
+        return ""
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unrecoverable(f"can't read certificates from {file}: {error}", exit_code=2) from error
 
 
 def status(record: OnHosts) -> int:
