@@ -230,6 +230,12 @@ class Endpoint:
         self._drive(POLL_S if timeout_s is None else max(0.0, min(timeout_s, POLL_S)))
         self._forget_the_dead()
 
+    def wait_for_stop(self, timeout_s: float) -> None:
+        """Until the supervisor says stop, or the time is over."""
+        until = time.monotonic() + timeout_s
+        while not self.stopping and (left := until - time.monotonic()) > 0:
+            self._drive(left)
+
     def breathe(self) -> None:
         """Between two messages of many: let answers out and the supervisor's word in, now and then."""
         if len(self._replies.waiting) >= BATCH or time.monotonic_ns() - self._drove_ns > BREATH_NS:

@@ -275,6 +275,9 @@ class Incarnation:
         self.expire(self.exchange.now)
         self._forget_the_dead()
 
+    def wait_for_stop(self, timeout_s: float) -> None:
+        self.strand.pause(lambda: self.stopping, self.exchange.now + timeout_s)
+
     def _forget_the_dead(self) -> None:
         if self.members.news:
             self.members.news = False

@@ -38,6 +38,7 @@ log = logging.getLogger("rolecall")
 
 SWEEP_S = 1.0  # between two looks for messages that nobody waits for any more
 STACKS_SIGNAL = signal.SIGUSR2  # the supervisor sends it to an actor that hangs
+STOP_WORD_S = 1.0  # how much later than others that stop an actor may hear that it is being stopped, too
 POISON_DEATHS = 2  # a message that killed its actor this often is not tried again
 
 
@@ -130,6 +131,7 @@ class LifeSupport(Protocol):
     def now(self) -> float: ...
     def now_ns(self) -> int: ...
     def wait(self, timeout_s: float | None) -> None: ...
+    def wait_for_stop(self, timeout_s: float) -> None: ...
     def breathe(self) -> None: ...
     def expire(self, now: float) -> None: ...
     def handled(self, message: Incoming) -> None: ...
@@ -175,6 +177,8 @@ class Life:
         try:
             self._loop()
         except ActorStopped:
+            # At the end of a run others stop first.
+            self.endpoint.wait_for_stop(STOP_WORD_S)
             if not self.endpoint.stopping:
                 raise  # somebody else stopped, whom this actor can't do without
 

@@ -70,6 +70,9 @@ class Trainer:
         assert code == 0, err
         for machine in self.machines:
             machine.finish(30)
+            if machine.process.returncode == 0:  # an orderly end is no error of anybody's
+                logs = (machine.run_folder() / "logs").glob("*.log")
+                assert [log.name for log in logs if "Traceback" in log.read_text()] == []
         assert [pid for one in (self.command, *self.machines) for pid in one.processes()] == []
         return out, err
 

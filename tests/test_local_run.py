@@ -263,3 +263,48 @@ def test_who_asks_an_actor_that_has_finished_is_told(tmp_path: Path):
     run.run()
     assert run.reports["closer"] == [{"text": "keeper has stopped"}] * 2
     assert run.dead_letters == [("keeper", "goodbye", "stopped")]
+
+
+class Ender(Actor):
+    """Leaves its asker without an answer, and has finished a second later."""
+
+    def on_start(self) -> None:
+        self.asked = False
+
+    def wait_for_nothing(self) -> None:
+        self.asked = True
+        raise NotYet
+
+    def step(self) -> float | None:
+        if self.asked:
+            raise Finished
+        return 1.0
+
+
+class Waiter(Actor):
+    def __init__(self, ender: Ref[Ender]) -> None:
+        self.ender = ender
+
+    def step(self) -> float | None:
+        self.ender.ask(Ender.wait_for_nothing)
+        return 0.0
+
+    def on_stop(self) -> None:
+        self.report(stopped=True)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_waits_for_an_actor_that_has_finished_stops_with_the_run_or_dies_of_it(
+    tmp_path: Path, ends: bool
+):
+    graph = Graph("ending")
+    ender = graph.add("ender", Ender)
+    waiter = graph.add("waiter", Waiter, ender)
+    graph.until(ender if ends else waiter)
+    run = LocalRun(graph, folder=tmp_path)
+    if ends:
+        run.run()
+        assert run.reports["waiter"] == [{"stopped": True}]
+    else:
+        with pytest.raises(ActorStopped, match="ender has stopped"):
+            run.run()
