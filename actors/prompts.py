@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ Lent = dict[Count, Count]
 """Prompts by id, each with the number of the lease it came with: one that is lent again is another loan."""
 
 
+MAX_WORKERS = 4096  # that are remembered although they hold nothing
 _LAST = 2**62  # above the number of any lease
 
 
@@ -38,16 +40,19 @@ class _Loan(msgspec.Struct):
 
 
 class _Heard(msgspec.Struct):
-    """The newest word of a worker: what an older one still asks for would be lost."""
+    """The newest word of a worker: what an older one still asks for would be lost. actor: whether it is one of the
+    run's, whose death is told."""
 
     incarnation: int
     lease: int
+    actor: bool = False
 
 
 class _Ledger(msgspec.Struct):
     """Where every prompt of the run is: below `next` it is on loan, returned, or delivered as a group.
 
     leases:  how many there have been.
+    workers: those that hold prompts, or were heard of in the time of a lease.
     """
 
     next: int = 0
@@ -73,6 +78,9 @@ class PromptSource(Actor):
     come out since, if all goes evenly; if not, the buffer has the trainer wait (see Buffer). So staleness is bounded
     by not starting work, not by throwing it away, which would throw away what is slow, that is, long. Nothing is
     lent before the first version is out.
+
+    Workers that are actors say their own names. Another name than its own is of the sender's making, as those of the
+    workers in other languages that ask over HTTP, and is put below the sender's: nobody can speak for whom he is not.
 
     With max_staleness=0 a group is of use to its own version only, so every version starts afresh: what was
     not trained by then (the trainer went back to a checkpoint, a worker died with its groups) is lent again.
@@ -108,13 +116,17 @@ class PromptSource(Actor):
         self.rows = load_dataset(self.dataset, seed=self.seed)
         self.rows[0]  # an empty or broken data set is found now
         self._file: Path = self.state_folder / "ledger.json"
-        self.ledger, self._saved = _Ledger(), b""
+        self.ledger, self._saved, self._look_at = _Ledger(), b"", self.clock() + self.lease_s
         if self._file.exists():
             self.ledger = msgspec.json.decode(self._file.read_bytes(), type=_Ledger)
             for loan in self.ledger.loans.values():
                 loan.since = self.clock()  # the clock may be another machine's
-            for worker in self.ledger.workers:
-                Ref(worker).watch()
+        self._spoke = dict.fromkeys(
+            self.ledger.workers, self.clock()
+        )  # who was heard of when, the latest last
+        for name, heard in self.ledger.workers.items():
+            if heard.actor:
+                Ref(name).watch()
 
     @idempotent
     def next(
@@ -134,7 +146,7 @@ class PromptSource(Actor):
         lent to it is lent anew: it died with the worker's last incarnation, was refused, or is of a lease that
         never arrived. wait: keep the request until there is a prompt to lend; otherwise the lease may be empty.
         """
-        ledger = self.ledger
+        ledger, worker = self.ledger, self._name(worker)
         finished = ledger.step >= self.steps
         if not self._heed(worker, incarnation, lease, holding, delivered):
             return self._lease(0, [], finished=finished)
@@ -155,6 +167,7 @@ class PromptSource(Actor):
 
         A worker says so before `hold_s` are over, or its prompts are lent anew.
         """
+        worker = self._name(worker)
         if self._heed(worker, incarnation, lease, holding, delivered, until=lease):
             for id, loan in self.ledger.loans.items():
                 if loan.worker == worker and id in holding:
@@ -163,7 +176,7 @@ class PromptSource(Actor):
     @idempotent
     def leave(self, worker: WorkerName, incarnation: Count, delivered: Lent) -> None:
         """This worker works no more: what is lent to it is lent anew, and what it still asks for is not given."""
-        self._heed(worker, incarnation, _LAST, {}, delivered)
+        self._heed(self._name(worker), incarnation, _LAST, {}, delivered)
 
     def on_down(self, down: Down) -> None:
         """A worker of this package has died: others can begin with its prompts, before it is back, if ever."""
@@ -207,13 +220,30 @@ class PromptSource(Actor):
 
     def step(self) -> float | None:
         """Take back what has been on loan for too long."""
-        late = [id for id, loan in self.ledger.loans.items() if self.clock() - loan.since > self.lease_s]
-        for id in late:
-            del self.ledger.loans[id]
-            self.ledger.returned.append(id)
-        if late:
+        if (now := self.clock()) > self._look_at:
+            ledger = self.ledger
+            late = [id for id, loan in ledger.loans.items() if now - loan.since > self.lease_s]
+            for id in late:
+                del ledger.loans[id]
+                ledger.returned.append(id)
+            self._forget(now - self.lease_s)
             self._save()
+            since = min((loan.since for loan in ledger.loans.values()), default=now)
+            self._look_at = min(since, now) + self.lease_s  # before that nothing is late
         return min(5.0, self.lease_s)
+
+    def _forget(self, before: float) -> None:
+        """Those who hold nothing and were heard of last before that time, or are too many."""
+        holding = {loan.worker for loan in self.ledger.loans.values()}
+        for name, spoke in list(self._spoke.items()):
+            if spoke >= before and len(self._spoke) <= MAX_WORKERS:
+                break
+            if name not in holding:
+                del self._spoke[name], self.ledger.workers[name]
+
+    def _name(self, worker: str) -> str:
+        """In the ledger."""
+        return worker if self.sender in ("", worker) else f"{self.sender}/{worker}"
 
     def _heed(
         self, worker: str, incarnation: int, lease: int, holding: Lent, delivered: Lent, until: int = _LAST
@@ -223,13 +253,18 @@ class PromptSource(Actor):
         Does not renew a loan: this word may have waited here for longer than its worker has lived.
         """
         ledger = self.ledger
-        heard = ledger.workers.get(worker, _Heard(0, 0))
+        actor = "/" not in worker or worker == self.sender
+        heard = ledger.workers.get(worker, _Heard(0, 0, actor))
         if (incarnation, lease) < (heard.incarnation, heard.lease):
             return False
         news = (incarnation, lease) != (heard.incarnation, heard.lease)
-        if worker not in ledger.workers:
+        if worker not in ledger.workers and heard.actor:
             Ref(worker).watch()
-        ledger.workers[worker] = _Heard(incarnation, lease)
+        ledger.workers[worker] = _Heard(incarnation, lease, heard.actor)
+        self._spoke.pop(worker, None)
+        self._spoke[worker] = self.clock()
+        if len(self._spoke) > MAX_WORKERS:
+            self._forget(-math.inf)
         for id, loan in list(ledger.loans.items()):
             if loan.worker == worker and loan.lease <= until and holding.get(id) != loan.lease:
                 news = True

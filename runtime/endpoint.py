@@ -154,7 +154,7 @@ class Endpoint:
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
         peer = self._outbox.peers.get(name) or self._new_peer(name)
         if pending is None:
-            kind, until, chain = Kind.TELL, 0.0, ()  # nobody waits for it
+            kind, until, chain = Kind.TELL, 0.0, (self.name,)
         else:
             kind, until, pending.name = Kind.ASK, pending.deadline, peer.name
             # Other threads of this process do not work for whoever waits for the message being handled.

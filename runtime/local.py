@@ -165,8 +165,8 @@ class Incarnation:
     def _post(self, name: str, call: Call, pending: Pending | None) -> None:
         self.strand.check()
         name = only_one(name, self.replicas(name))
-        chain = () if pending is None else (*self.chain, self.name)
-        if name in chain:
+        chain = (self.name,) if pending is None else (*self.chain, self.name)
+        if pending is not None and name in chain:
             raise DeadlockError.of(chain, name, call.method)
         self._seq += 1
         kind = Kind.TELL if pending is None else Kind.ASK

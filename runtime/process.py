@@ -146,12 +146,14 @@ class Life:
     def __init__(self, spec: Spec, endpoint: LifeSupport) -> None:
         self.endpoint = endpoint
         self._swept = endpoint.now()
+        self._sender = ""
         self._tell_supervisor(Hello(spec.name, spec.incarnation))
         self._limits_s = _limits_s(spec.actor)
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
-            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report, spec.sockets
-        )
+            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report, spec.sockets,
+            lambda: self._sender,
+        )  # fmt: skip
 
     def live(self) -> Ending:
         """From on_start to on_stop. Raises what the actor dies of."""
@@ -288,7 +290,9 @@ class Life:
 
     def _call(self, message: Incoming) -> tuple[Kind, Any]:
         header, endpoint = message.header, self.endpoint
-        endpoint.chain, endpoint.deadline = header.chain, header.deadline or math.inf
+        endpoint.chain = header.chain if header.kind is Kind.ASK else ()
+        endpoint.deadline = header.deadline or math.inf
+        self._sender = header.chain[-1] if header.chain else ""
         try:
             args, kwargs = decode_body(message.body, message.buffers)
             self._limit(header.method)
@@ -304,7 +308,7 @@ class Life:
             return (Kind.DONE, None) if header.kind is Kind.TELL else (Kind.ANSWER, answer)
         finally:
             self._limit(None)
-            endpoint.chain, endpoint.deadline = (), math.inf
+            endpoint.chain, endpoint.deadline, self._sender = (), math.inf, ""
 
     def _answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         try:

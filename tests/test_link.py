@@ -236,8 +236,19 @@ FAR = (1 << NODE_BITS) + 1
 @pytest.mark.parametrize(
     "frame",
     [
-        Mail("desk", 1, False, 1, 5, 0.0, (), "put", b""),
-        Mail("desk", 1, False, 1, (2 << NODE_BITS) + 1, 0.0, (), "put", b""),
+        Mail("desk", 1, False, 1, 5, 0.0, ("a-1/desk",), "put", b""),
+        Mail("desk", 1, False, 1, (2 << NODE_BITS) + 1, 0.0, ("a-1/desk",), "put", b""),
+        *(
+            Mail("desk", 1, False, 1, FAR, 0.0, chain, "put", b"")
+            for chain in [
+                (),
+                ("b-2/desk",),
+                ("desk",),
+                ("a-1/desk", "proxy"),
+                ("a-1/desk\n",),
+                ("a-1/../desk",),
+            ]
+        ),
         Heard("desk", 5, [1]),
         Members([FarMember("desk", "desk", FAR, "up", "", [])]),
         Members([FarMember("a-1/desk", "desk", 5, "up", "", [])]),
