@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import msgspec
 
 from ..runtime import Actor, Down, NotYet, Ref, idempotent
-from ..runtime.files import write_whole
 from .data import load_dataset
+from .ledger import Heard, Ledger, Loan
 from .types import Count, Lease, Prompt
 
 __all__ = ["PromptSource"]
@@ -25,43 +25,6 @@ Lent = dict[Count, Count]
 
 MAX_WORKERS = 4096  # that are remembered although they hold nothing
 _LAST = 2**62  # above the number of any lease
-
-
-class _Loan(msgspec.Struct):
-    """A prompt somebody works on, since `since` on this actor's clock, as a part of lease number `lease`.
-
-    version: the newest when it was lent, so that its group will be of this one or a newer one.
-    """
-
-    worker: str
-    lease: int
-    since: float
-    version: int
-
-
-class _Heard(msgspec.Struct):
-    """The newest word of a worker: what an older one still asks for would be lost. actor: whether it is one of the
-    run's, whose death is told."""
-
-    incarnation: int
-    lease: int
-    actor: bool = False
-
-
-class _Ledger(msgspec.Struct):
-    """Where every prompt of the run is: below `next` it is on loan, returned, or delivered as a group.
-
-    leases:  how many there have been.
-    workers: those that hold prompts, or were heard of in the time of a lease.
-    """
-
-    next: int = 0
-    leases: int = 0
-    workers: dict[str, _Heard] = {}
-    loans: dict[int, _Loan] = {}
-    returned: list[int] = []
-    step: int = 0
-    version: int = -1
 
 
 class PromptSource(Actor):
@@ -115,12 +78,10 @@ class PromptSource(Actor):
     def on_start(self) -> None:
         self.rows = load_dataset(self.dataset, seed=self.seed)
         self.rows[0]  # an empty or broken data set is found now
-        self._file: Path = self.state_folder / "ledger.json"
-        self.ledger, self._saved, self._look_at = _Ledger(), b"", self.clock() + self.lease_s
-        if self._file.exists():
-            self.ledger = msgspec.json.decode(self._file.read_bytes(), type=_Ledger)
-            for loan in self.ledger.loans.values():
-                loan.since = self.clock()  # the clock may be another machine's
+        self.ledger = Ledger(self.state_folder / "ledger.jsonl")
+        for loan in self.ledger.loans.values():
+            loan.since = self.clock()  # the clock may be another machine's
+        self._look_at = self.clock() + self.lease_s
         self._spoke = dict.fromkeys(
             self.ledger.workers, self.clock()
         )  # who was heard of when, the latest last
@@ -155,8 +116,8 @@ class PromptSource(Actor):
             raise NotYet
         ledger.leases += 1
         for id in ids:
-            ledger.loans[id] = _Loan(worker, ledger.leases, self.clock(), ledger.version)
-        self._save()
+            ledger.lend(id, Loan(worker, ledger.leases, self.clock(), ledger.version))
+        ledger.save()
         return self._lease(ledger.leases, ids, finished=finished)
 
     @idempotent
@@ -169,8 +130,8 @@ class PromptSource(Actor):
         """
         worker = self._name(worker)
         if self._heed(worker, incarnation, lease, holding, delivered, until=lease):
-            for id, loan in self.ledger.loans.items():
-                if loan.worker == worker and id in holding:
+            for id, loan in self.ledger.held_by(worker).items():
+                if id in holding:
                     loan.since = self.clock()
 
     @idempotent
@@ -195,21 +156,18 @@ class PromptSource(Actor):
         ledger = self.ledger
         for id in ids:
             # A loan may be the dropped group's own, of which its worker has yet to say that it was delivered.
-            ledger.loans.pop(id, None)
-            if id < ledger.next and id not in ledger.returned:
-                ledger.returned.append(id)
-        self._save()
+            if id < ledger.next:
+                ledger.take_back(id)
+        ledger.save()
 
     @idempotent
     def advance(self, step: int, version: int) -> None:
         """The trainer has published `version`, with the weights after `step` optimizer steps."""
         ledger = self.ledger
         if self.max_staleness == 0 and version > ledger.version:
-            ledger.next = step * self.groups_per_step
-            ledger.loans.clear()
-            ledger.returned.clear()
+            ledger.start_afresh(step * self.groups_per_step)
         ledger.step, ledger.version = step, version
-        self._save()
+        ledger.save()
 
     @idempotent
     def policy(self, after: int) -> int:
@@ -224,22 +182,21 @@ class PromptSource(Actor):
             ledger = self.ledger
             late = [id for id, loan in ledger.loans.items() if now - loan.since > self.lease_s]
             for id in late:
-                del ledger.loans[id]
-                ledger.returned.append(id)
+                ledger.take_back(id)
             self._forget(now - self.lease_s)
-            self._save()
+            ledger.save()
             since = min((loan.since for loan in ledger.loans.values()), default=now)
             self._look_at = min(since, now) + self.lease_s  # before that nothing is late
         return min(5.0, self.lease_s)
 
     def _forget(self, before: float) -> None:
         """Those who hold nothing and were heard of last before that time, or are too many."""
-        holding = {loan.worker for loan in self.ledger.loans.values()}
         for name, spoke in list(self._spoke.items()):
             if spoke >= before and len(self._spoke) <= MAX_WORKERS:
                 break
-            if name not in holding:
-                del self._spoke[name], self.ledger.workers[name]
+            if not self.ledger.held_by(name):
+                del self._spoke[name]
+                self.ledger.forget(name)
 
     def _name(self, worker: str) -> str:
         """In the ledger."""
@@ -254,25 +211,21 @@ class PromptSource(Actor):
         """
         ledger = self.ledger
         actor = "/" not in worker or worker == self.sender
-        heard = ledger.workers.get(worker, _Heard(0, 0, actor))
+        heard = ledger.workers.get(worker, Heard(0, 0, actor))
         if (incarnation, lease) < (heard.incarnation, heard.lease):
             return False
-        news = (incarnation, lease) != (heard.incarnation, heard.lease)
         if worker not in ledger.workers and heard.actor:
             Ref(worker).watch()
-        ledger.workers[worker] = _Heard(incarnation, lease, heard.actor)
+        if (word := Heard(incarnation, lease, heard.actor)) != heard or worker not in ledger.workers:
+            ledger.hear(worker, word)
         self._spoke.pop(worker, None)
         self._spoke[worker] = self.clock()
         if len(self._spoke) > MAX_WORKERS:
             self._forget(-math.inf)
-        for id, loan in list(ledger.loans.items()):
-            if loan.worker == worker and loan.lease <= until and holding.get(id) != loan.lease:
-                news = True
-                del ledger.loans[id]
-                if delivered.get(id) != loan.lease:
-                    ledger.returned.append(id)
-        if news:
-            self._save()
+        for id, loan in ledger.held_by(worker).items():
+            if loan.lease <= until and holding.get(id) != loan.lease:
+                (ledger.deliver if delivered.get(id) == loan.lease else ledger.take_back)(id)
+        ledger.save()
         return True
 
     def _lease(self, number: int, ids: list[int], *, finished: bool) -> Lease:
@@ -282,8 +235,7 @@ class PromptSource(Actor):
 
     def _admit(self, count: int) -> list[int]:
         ledger, count = self.ledger, max(0, count)
-        ledger.returned.sort()
-        ids, ledger.returned = ledger.returned[:count], ledger.returned[count:]
+        ids = heapq.nsmallest(count, ledger.returned)
         if ledger.version < 0:
             room = 0
         else:
@@ -297,10 +249,3 @@ class PromptSource(Actor):
     def _prompt(self, id: int) -> Prompt:
         text, answer = self.rows[id]
         return Prompt(id=id, text=text, answer=answer)
-
-    def _save(self) -> None:
-        """Before the answer leaves: a restarted prompt source must know what it has lent."""
-        ledger = msgspec.json.encode(self.ledger)
-        if ledger != self._saved:  # those who wait for a prompt say the same again and again
-            write_whole(self._file, ledger)
-            self._saved = ledger

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rolecall.actors.ledger import Ledger
 from rolecall.runtime.errors import Unrecoverable
 from rolecall.runtime.join import chosen_gpus
 from rolecall.runtime.runs import RunFolder
@@ -57,8 +57,8 @@ class Trainer:
 
     def loans(self) -> dict[int, str]:
         """What is lent, by the prompt source's own file, and to whom."""
-        ledger = json.loads((self.folder / "state" / "prompts" / "ledger.json").read_text())
-        return {int(id): loan["worker"] for id, loan in ledger["loans"].items()}
+        ledger = Ledger(self.folder / "state" / "prompts" / "ledger.jsonl")
+        return {id: loan.worker for id, loan in ledger.loans.items()}
 
     def machines_reported(self) -> list[list[str]]:
         events = lines(self.folder / "events.jsonl")

@@ -333,13 +333,13 @@ def test_who_waits_and_says_nothing_new_costs_no_write(tmp_path: Path):
     source = started(tmp_path)
     with pytest.raises(NotYet):
         ask(source, wait=True)
-    (ledger,) = tmp_path.rglob("ledger.json")
-    ledger.unlink()
+    (ledger,) = tmp_path.rglob("ledger.jsonl")
+    before = ledger.stat()
     with pytest.raises(NotYet):
         ask(source, wait=True)
-    assert not ledger.exists()
+    assert ledger.stat() == before
     source.advance(0, 0)
-    assert ledger.exists()
+    assert ledger.stat() != before
 
 
 @pytest.mark.parametrize("sender", ["gpu-2/rollout", "gpu-1/rollout-1", "proxy", "rollout-1", "trainer"])
@@ -381,7 +381,7 @@ def test_workers_that_hold_nothing_are_forgotten_after_a_lease(
     restarted.step()
     clock.now = 18000.0
     restarted.step()
-    assert restarted.ledger.workers == {} and restarted.ledger.returned == [1]
+    assert restarted.ledger.workers == {} and restarted.ledger.returned == {1}
 
 
 def test_invented_names_do_not_pile_up(source: PromptSource, monkeypatch: pytest.MonkeyPatch):

@@ -180,7 +180,8 @@ def test_whoever_is_killed_in_between_costs_nothing_but_time(tmp_path: Path):
         assert state["gpu-1/worker"] == "up"
         visit.stop()
         assert node.wait() == 0, node.lines
-        assert [line for line in node.lines if "dead_letter" in line] == []
+        letters = [(line["dead_letter"], line["reason"]) for line in node.lines if "dead_letter" in line]
+        assert set(letters) <= {("note", "stopped")} and len(letters) < 10  # what was under way at the end
 
     visit = Visit(tmp_path, story)
     visit.go()
