@@ -467,6 +467,27 @@ def test_when_the_relay_is_new_a_new_line_begins(door: Door):
     here.dialer.stop(10.0)
 
 
+def test_a_request_that_is_lost_is_made_again_before_the_lease_is_over():
+    asked: dict[str, float] = {}
+    both = threading.Event()
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/open"):
+            return httpx.Response(200, content=b'{"session": "s"}')
+        asked[request.url.params.get("wait", "")] = request.extensions["timeout"]["read"]
+        if len(asked) == 2:
+            both.set()
+        return httpx.Response(200, content=EMPTY)
+
+    joined = Joined("a-1", 1, LEASE_S, "secret")
+    make_client = lambda: httpx.Client(transport=httpx.MockTransport(respond))  # noqa: E731
+    dialer = Dialer("http://run", lambda: TOKEN, joined, lambda: Line(lambda line, frames: None), make_client)
+    dialer.start()
+    assert both.wait(20.0)
+    dialer.stop(10.0)
+    assert asked == {"": LEASE_S / 3, "10": 2 * LEASE_S / 3}
+
+
 def test_a_stale_session_is_said(door: Door):
     door.join("a")
     old = door.relay.open(1).session
