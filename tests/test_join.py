@@ -123,7 +123,7 @@ def test_a_second_sigterm_does_not_wait_for_goodbyes(trainer: Callable[..., Trai
     machine.process.send_signal(signal.SIGTERM)
     until(lambda: "stopping" in states())
     machine.process.send_signal(signal.SIGTERM)
-    machine.process.wait(2)
+    machine.process.wait(4)  # with goodbyes it would take 5 s and more
     assert machine.processes() == []
     assert run.loans() != {}  # whose turn comes when they have not been heard of for long
     os.kill(proxy, signal.SIGCONT)

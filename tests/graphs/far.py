@@ -14,7 +14,7 @@ from rolecall.runtime.proxy import add_proxy
 class Ledger(Actor):
     """Writes down what it handles."""
 
-    http: ClassVar[dict[str, str]] = {"POST /v1/notes": "note"}
+    http: ClassVar[dict[str, str]] = {"POST /v1/notes": "note", "GET /v1/who": "who"}
     for_workers: ClassVar[tuple[str, ...]] = ("note", "ask", "who")
 
     def on_start(self) -> None:
