@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import msgspec
 
 from ..runtime import Actor, Down, NotYet, Ref, idempotent
-from ..runtime.files import write_whole
 from .data import load_dataset
+from .ledger import Heard, Ledger, Loan
 from .types import Count, Lease, Prompt
 
 __all__ = ["PromptSource"]
@@ -22,41 +23,16 @@ Lent = dict[Count, Count]
 """Prompts by id, each with the number of the lease it came with: one that is lent again is another loan."""
 
 
+MAX_WORKERS = 4096  # that are remembered although they hold nothing
 _LAST = 2**62  # above the number of any lease
 
 
-class _Loan(msgspec.Struct):
-    """A prompt somebody works on, since `since` on this actor's clock, as a part of lease number `lease`.
+class _Snapshot(msgspec.Struct):
+    """Below `next` all is delivered but what is `unfinished`. leases: how many there have been."""
 
-    version: the newest when it was lent, so that its group will be of this one or a newer one.
-    """
-
-    worker: str
-    lease: int
-    since: float
-    version: int
-
-
-class _Heard(msgspec.Struct):
-    """The newest word of a worker: what an older one still asks for would be lost."""
-
-    incarnation: int
-    lease: int
-
-
-class _Ledger(msgspec.Struct):
-    """Where every prompt of the run is: below `next` it is on loan, returned, or delivered as a group.
-
-    leases:  how many there have been.
-    """
-
-    next: int = 0
-    leases: int = 0
-    workers: dict[str, _Heard] = {}
-    loans: dict[int, _Loan] = {}
-    returned: list[int] = []
-    step: int = 0
-    version: int = -1
+    next: int
+    leases: int
+    unfinished: list[int]
 
 
 class PromptSource(Actor):
@@ -73,6 +49,9 @@ class PromptSource(Actor):
     come out since, if all goes evenly; if not, the buffer has the trainer wait (see Buffer). So staleness is bounded
     by not starting work, not by throwing it away, which would throw away what is slow, that is, long. Nothing is
     lent before the first version is out.
+
+    Workers that are actors say their own names. Another name than its own is of the sender's making, as those of the
+    workers in other languages that ask over HTTP, and is put below the sender's: nobody can speak for whom he is not.
 
     With max_staleness=0 a group is of use to its own version only, so every version starts afresh: what was
     not trained by then (the trainer went back to a checkpoint, a worker died with its groups) is lent again.
@@ -107,14 +86,16 @@ class PromptSource(Actor):
     def on_start(self) -> None:
         self.rows = load_dataset(self.dataset, seed=self.seed)
         self.rows[0]  # an empty or broken data set is found now
-        self._file: Path = self.state_folder / "ledger.json"
-        self.ledger, self._saved = _Ledger(), b""
-        if self._file.exists():
-            self.ledger = msgspec.json.decode(self._file.read_bytes(), type=_Ledger)
-            for loan in self.ledger.loans.values():
-                loan.since = self.clock()  # the clock may be another machine's
-            for worker in self.ledger.workers:
-                Ref(worker).watch()
+        self.ledger = Ledger(self.state_folder / "ledger.jsonl")
+        for loan in self.ledger.loans.values():
+            loan.since = self.clock()  # the clock may be another machine's
+        self._look_at = self.clock() + self.lease_s
+        self._spoke = dict.fromkeys(
+            self.ledger.workers, self.clock()
+        )  # who was heard of when, the latest last
+        for name, heard in self.ledger.workers.items():
+            if heard.actor:
+                Ref(name).watch()
 
     @idempotent
     def next(
@@ -134,7 +115,7 @@ class PromptSource(Actor):
         lent to it is lent anew: it died with the worker's last incarnation, was refused, or is of a lease that
         never arrived. wait: keep the request until there is a prompt to lend; otherwise the lease may be empty.
         """
-        ledger = self.ledger
+        ledger, worker = self.ledger, self._name(worker)
         finished = ledger.step >= self.steps
         if not self._heed(worker, incarnation, lease, holding, delivered):
             return self._lease(0, [], finished=finished)
@@ -143,8 +124,8 @@ class PromptSource(Actor):
             raise NotYet
         ledger.leases += 1
         for id in ids:
-            ledger.loans[id] = _Loan(worker, ledger.leases, self.clock(), ledger.version)
-        self._save()
+            ledger.lend(id, Loan(worker, ledger.leases, self.clock(), ledger.version))
+        ledger.save()
         return self._lease(ledger.leases, ids, finished=finished)
 
     @idempotent
@@ -155,15 +136,16 @@ class PromptSource(Actor):
 
         A worker says so before `hold_s` are over, or its prompts are lent anew.
         """
+        worker = self._name(worker)
         if self._heed(worker, incarnation, lease, holding, delivered, until=lease):
-            for id, loan in self.ledger.loans.items():
-                if loan.worker == worker and id in holding:
+            for id, loan in self.ledger.held_by(worker).items():
+                if id in holding:
                     loan.since = self.clock()
 
     @idempotent
     def leave(self, worker: WorkerName, incarnation: Count, delivered: Lent) -> None:
         """This worker works no more: what is lent to it is lent anew, and what it still asks for is not given."""
-        self._heed(worker, incarnation, _LAST, {}, delivered)
+        self._heed(self._name(worker), incarnation, _LAST, {}, delivered)
 
     def on_down(self, down: Down) -> None:
         """A worker of this package has died: others can begin with its prompts, before it is back, if ever."""
@@ -182,26 +164,24 @@ class PromptSource(Actor):
         ledger = self.ledger
         for id in ids:
             # A loan may be the dropped group's own, of which its worker has yet to say that it was delivered.
-            ledger.loans.pop(id, None)
-            if id < ledger.next and id not in ledger.returned:
-                ledger.returned.append(id)
-        self._save()
+            if id < ledger.next:
+                ledger.take_back(id)
+        ledger.save()
 
     @idempotent
     def advance(self, step: int, version: int) -> None:
         """The trainer has published `version`, with the weights after `step` optimizer steps."""
         ledger = self.ledger
         if self.max_staleness == 0 and version > ledger.version:
-            ledger.next = step * self.groups_per_step
-            ledger.loans.clear()
-            ledger.returned.clear()
+            ledger.start_afresh(step * self.groups_per_step)
         ledger.step, ledger.version = step, version
-        self._save()
+        ledger.save()
 
     @idempotent
     def snapshot(self) -> bytes:
-        """Its ledger, encoded: what another, in another folder, needs to go on from here."""
-        return msgspec.json.encode(self.ledger)
+        """What another, in another folder, needs to go on from here."""
+        ledger = self.ledger
+        return msgspec.json.encode(_Snapshot(ledger.next, ledger.leases, [*ledger.returned, *ledger.loans]))
 
     @idempotent
     def restore(self, state: bytes) -> None:
@@ -209,10 +189,11 @@ class PromptSource(Actor):
         ledger = self.ledger
         if ledger.version >= 0:
             return
-        saved = msgspec.json.decode(state, type=_Ledger)
+        saved = msgspec.json.decode(state, type=_Snapshot)
         ledger.next, ledger.leases = saved.next, max(saved.leases, ledger.leases)
-        ledger.returned = [*saved.returned, *saved.loans]
-        self._save()
+        for id in saved.unfinished:
+            ledger.take_back(id)
+        ledger.save()
 
     @idempotent
     def policy(self, after: int) -> int:
@@ -223,13 +204,29 @@ class PromptSource(Actor):
 
     def step(self) -> float | None:
         """Take back what has been on loan for too long."""
-        late = [id for id, loan in self.ledger.loans.items() if self.clock() - loan.since > self.lease_s]
-        for id in late:
-            del self.ledger.loans[id]
-            self.ledger.returned.append(id)
-        if late:
-            self._save()
+        if (now := self.clock()) > self._look_at:
+            ledger = self.ledger
+            late = [id for id, loan in ledger.loans.items() if now - loan.since > self.lease_s]
+            for id in late:
+                ledger.take_back(id)
+            self._forget(now - self.lease_s)
+            ledger.save()
+            since = min((loan.since for loan in ledger.loans.values()), default=now)
+            self._look_at = min(since, now) + self.lease_s  # before that nothing is late
         return min(5.0, self.lease_s)
+
+    def _forget(self, before: float) -> None:
+        """Those who hold nothing and were heard of last before that time, or are too many."""
+        for name, spoke in list(self._spoke.items()):
+            if spoke >= before and len(self._spoke) <= MAX_WORKERS:
+                break
+            if not self.ledger.held_by(name):
+                del self._spoke[name]
+                self.ledger.forget(name)
+
+    def _name(self, worker: str) -> str:
+        """In the ledger."""
+        return worker if self.sender in ("", worker) else f"{self.sender}/{worker}"
 
     def _heed(
         self, worker: str, incarnation: int, lease: int, holding: Lent, delivered: Lent, until: int = _LAST
@@ -239,21 +236,22 @@ class PromptSource(Actor):
         Does not renew a loan: this word may have waited here for longer than its worker has lived.
         """
         ledger = self.ledger
-        heard = ledger.workers.get(worker, _Heard(0, 0))
+        actor = "/" not in worker or worker == self.sender
+        heard = ledger.workers.get(worker, Heard(0, 0, actor))
         if (incarnation, lease) < (heard.incarnation, heard.lease):
             return False
-        news = (incarnation, lease) != (heard.incarnation, heard.lease)
-        if worker not in ledger.workers:
+        if worker not in ledger.workers and heard.actor:
             Ref(worker).watch()
-        ledger.workers[worker] = _Heard(incarnation, lease)
-        for id, loan in list(ledger.loans.items()):
-            if loan.worker == worker and loan.lease <= until and holding.get(id) != loan.lease:
-                news = True
-                del ledger.loans[id]
-                if delivered.get(id) != loan.lease:
-                    ledger.returned.append(id)
-        if news:
-            self._save()
+        if (word := Heard(incarnation, lease, heard.actor)) != heard or worker not in ledger.workers:
+            ledger.hear(worker, word)
+        self._spoke.pop(worker, None)
+        self._spoke[worker] = self.clock()
+        if len(self._spoke) > MAX_WORKERS:
+            self._forget(-math.inf)
+        for id, loan in ledger.held_by(worker).items():
+            if loan.lease <= until and holding.get(id) != loan.lease:
+                (ledger.deliver if delivered.get(id) == loan.lease else ledger.take_back)(id)
+        ledger.save()
         return True
 
     def _lease(self, number: int, ids: list[int], *, finished: bool) -> Lease:
@@ -265,8 +263,7 @@ class PromptSource(Actor):
         ledger, count = self.ledger, max(0, count)
         if ledger.version < 0:
             return []
-        ledger.returned.sort()
-        ids, ledger.returned = ledger.returned[:count], ledger.returned[count:]
+        ids = heapq.nsmallest(count, ledger.returned)
         last_step = min(ledger.step + self.ahead_steps, self.steps)
         room = max(0, last_step * self.groups_per_step - ledger.next)
         fresh = min(count - len(ids), room)
@@ -277,10 +274,3 @@ class PromptSource(Actor):
     def _prompt(self, id: int) -> Prompt:
         text, answer = self.rows[id]
         return Prompt(id=id, text=text, answer=answer)
-
-    def _save(self) -> None:
-        """Before the answer leaves: a restarted prompt source must know what it has lent."""
-        ledger = msgspec.json.encode(self.ledger)
-        if ledger != self._saved:  # those who wait for a prompt say the same again and again
-            write_whole(self._file, ledger)
-            self._saved = ledger

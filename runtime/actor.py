@@ -40,6 +40,7 @@ class Context:
     folder:      the run's folder on this machine.
     report:      sends values to whoever watches the run (see `Actor.report`).
     sockets:     where the processes of this machine meet.
+    sender:      see `Actor.sender`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Context:
     folder: Path
     report: Callable[[dict[str, Any]], None]
     sockets: Path = Path()
+    sender: Callable[[], str] = lambda: ""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,13 @@ class Actor:
     @property
     def name(self) -> str:
         return self.context.name
+
+    @property
+    def sender(self) -> str:
+        """Who has sent the message that is being handled, by its name in the run: "rollout-1", "gpu-7/rollout", or for
+        requests over HTTP "proxy". Empty between messages. A machine can give the names of its own actors, no others.
+        """
+        return self.context.sender()
 
     @property
     def state_folder(self) -> Path:

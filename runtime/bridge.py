@@ -124,6 +124,8 @@ class Bridge:
         for frame in frames:
             if isinstance(frame, Mail | Heard) and frame.sender >> NODE_BITS != self._there.number:
                 raise ValueError(f"sender {frame.sender} is not of machine {self._there.number}")
+            if isinstance(frame, Mail):
+                self._who.check_sender(frame.chain[-1] if frame.chain else "")
             if isinstance(frame, Members):
                 self._who.check(frame.members)
 

@@ -110,6 +110,11 @@ class Directory:
             if not fits(one.memories):
                 raise ValueError(f"{one.name} remembers more than a page holds")
 
+    def check_sender(self, name: str) -> None:
+        """Raises ValueError if an actor of the other machine can't have this name in the run."""
+        if not re.fullmatch(rf"{re.escape(self._prefix)}[a-z][a-z0-9_]*(-[0-9]{{1,6}})?", name, re.ASCII):
+            raise ValueError(f"sender {name!r} is not of machine {self._node}")
+
     def meet(self, members: Sequence[FarMember]) -> None:
         """This is what the other machine tells: stand in for them, and let the supervisor know."""
         met: list[Member] = []

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import msgpack
 
 from .control import NODE_BITS, Stop, ToActor, inbox_path, page_path, supervisor_path
-from .errors import ActorStopped, AskTimeout, DeadlockError
+from .errors import ActorStopped, AskTimeout, DeadlockError, RolecallError
 from .far import FarMail
 from .mailbox import Incoming, Mailbox
 from .members import Members
@@ -116,6 +116,7 @@ class Endpoint:
         return 0 if peer is None else len(peer.unhandled)
 
     def watch(self, name: str) -> None:
+        self._check_reach(name)
         self.replicas(name)
         with self._lock:
             self._members.watch(name)
@@ -154,7 +155,7 @@ class Endpoint:
     def _post(self, name: str, call: Call, pending: Pending | None = None) -> None:
         peer = self._outbox.peers.get(name) or self._new_peer(name)
         if pending is None:
-            kind, until, chain = Kind.TELL, 0.0, ()  # nobody waits for it
+            kind, until, chain = Kind.TELL, 0.0, (self.name,)
         else:
             kind, until, pending.name = Kind.ASK, pending.deadline, peer.name
             # Other threads of this process do not work for whoever waits for the message being handled.
@@ -176,8 +177,17 @@ class Endpoint:
             self._drive(0.0)
 
     def _new_peer(self, name: str) -> Peer:
+        self._check_reach(name)
         name = only_one(name, self.replicas(name))
         return self._outbox.peers.setdefault(name, Peer(name))
+
+    def _check_reach(self, name: str) -> None:
+        """Raises RolecallError at once for whom nobody will ever name here."""
+        if self._node and name.find("/") > 0:
+            raise RolecallError(
+                f"{self.name} can't reach {name}: machines that have joined reach their own actors, by their short "
+                "names, and those of the run's own machine, but not each other's: place that role on the run's own"
+            )
 
     @property
     def stuck(self) -> bool:
@@ -229,6 +239,12 @@ class Endpoint:
         """Let messages in until there is one to handle, the supervisor says stop, or the time is over."""
         self._drive(POLL_S if timeout_s is None else max(0.0, min(timeout_s, POLL_S)))
         self._forget_the_dead()
+
+    def wait_for_stop(self, timeout_s: float) -> None:
+        """Until the supervisor says stop, or the time is over."""
+        until = time.monotonic() + timeout_s
+        while not self.stopping and (left := until - time.monotonic()) > 0:
+            self._drive(left)
 
     def breathe(self) -> None:
         """Between two messages of many: let answers out and the supervisor's word in, now and then."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as ASGIScope
 
-__all__ = ["Gate", "gone", "impatient_protocol", "read_body", "refused"]
+__all__ = ["Gate", "gone", "impatient_protocol", "note_caller", "read_body", "refused"]
 
 HEADERS_S = 10.0  # how long a connection may take to make a request, or to end one that is answered already
 BODY_S = 120.0  # and a request to bring its body
@@ -30,15 +30,17 @@ MAX_HELD_BYTES = 512 << 20  # of the bodies of all requests that are not answere
 
 def impatient_protocol() -> type[asyncio.Protocol]:
     """HTTP/1.1 that hangs up on a connection whose request does not come, or does not end though it is answered:
-    uvicorn itself waits for ever."""
+    uvicorn itself waits for ever. Its requests know it, so that `note_caller` can tell it who is at its other end."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
         _patience: asyncio.TimerHandle | None = None
+        caller: int | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.app_state = {**self.app_state, "connection": self}
             self._patience = self.loop.call_later(HEADERS_S, transport.close)
 
         def data_received(self, data: bytes) -> None:
@@ -57,6 +59,12 @@ def impatient_protocol() -> type[asyncio.Protocol]:
                 self._patience.cancel()
 
     return Impatient
+
+
+def note_caller(scope: ASGIScope, machine: int = 0) -> None:
+    """Who this request has proved to be: the machine of that number, or somebody with a token."""
+    if (connection := scope.get("state", {}).get("connection")) is not None:
+        connection.caller = machine or connection.caller or 0
 
 
 class Full(RolecallError):
@@ -78,6 +86,7 @@ class Gate:
             return await self._app(scope, receive, send)
         if (refusal := self._refusal(scope)) is not None:
             return await refusal(scope, receive, send)
+        note_caller(scope)
         mine = 0
 
         async def counted() -> Message:

@@ -44,7 +44,7 @@ class Members(Struct, frozen=True, array_like=True, tag="members"):
 
 class Mail(Struct, frozen=True, array_like=True, tag="mail"):
     """A message for this incarnation of `receiver`. Other fields as in `Header`; left_s: until the deadline, 0: none.
-    body: as the codec has it."""
+    chain: by their names in the run. body: as the codec has it."""
 
     receiver: Name
     incarnation: Word

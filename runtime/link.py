@@ -34,6 +34,7 @@ __all__ = ["FENCED", "Link", "join"]
 
 FENCED = 3  # exit code of a machine that the run has given up
 MAX_PAUSE_S = 5.0  # between two tries
+MIN_ANSWER_S = 5.0  # that a busy run is given
 GOODBYE_S = 2.0
 NOBODY_S = 5.0  # after which a gateway that knows of no run is believed
 
@@ -207,8 +208,9 @@ class Dialer:
     def _fetch(self, client: httpx.Client, session: _Session) -> None:
         """Wait there for what comes."""
         body = msgpack.encode(Batch(1, session.line.heard, []))
-        path = f"?wait={self._lease_s / 3:g}"
-        self._take(session, self._post(client, path, body, f"{self._number}.{session.name}"))
+        wait_s = self._lease_s / 3
+        name = f"{self._number}.{session.name}"
+        self._take(session, self._post(client, f"?wait={wait_s:g}", body, name, wait_s))
 
     def _take(self, session: _Session, response: bytes) -> None:
         batch = msgpack.decode(response, type=Batch)
@@ -225,13 +227,18 @@ class Dialer:
                 "this machine has lost its connection; join again when it is back"
             )
 
-    def _post(self, client: httpx.Client, path: str, body: bytes, session: str) -> bytes:
+    def _post(self, client: httpx.Client, path: str, body: bytes, session: str, wait_s: float = 0.0) -> bytes:
+        """wait_s: how long the run may wait before it answers."""
         import httpx
 
+        # A connection that was cut off may say so only when the lease is over: a new one is tried before.
+        timeout_s = max(MIN_ANSWER_S, self._lease_s / 3) + wait_s
         token = self._token
         headers = authorized(token) | {SESSION_HEADER: session}
         try:
-            response = client.post(f"{self._url}/v1/relay{path}", content=body, headers=headers)
+            response = client.post(
+                f"{self._url}/v1/relay{path}", content=body, headers=headers, timeout=timeout_s
+            )
         except httpx.TransportError as error:
             raise _Again(str(error) or type(error).__name__) from error
         match response.status_code:
@@ -281,4 +288,4 @@ class _Stale(Exception):
 def _client() -> httpx.Client:
     import httpx
 
-    return httpx.Client(timeout=60.0, verify=trusted())
+    return httpx.Client(verify=trusted())

@@ -165,8 +165,8 @@ class Incarnation:
     def _post(self, name: str, call: Call, pending: Pending | None) -> None:
         self.strand.check()
         name = only_one(name, self.replicas(name))
-        chain = () if pending is None else (*self.chain, self.name)
-        if name in chain:
+        chain = (self.name,) if pending is None else (*self.chain, self.name)
+        if pending is not None and name in chain:
             raise DeadlockError.of(chain, name, call.method)
         self._seq += 1
         kind = Kind.TELL if pending is None else Kind.ASK
@@ -274,6 +274,9 @@ class Incarnation:
         )
         self.expire(self.exchange.now)
         self._forget_the_dead()
+
+    def wait_for_stop(self, timeout_s: float) -> None:
+        self.strand.pause(lambda: self.stopping, self.exchange.now + timeout_s)
 
     def _forget_the_dead(self) -> None:
         if self.members.news:

@@ -38,6 +38,7 @@ log = logging.getLogger("rolecall")
 
 SWEEP_S = 1.0  # between two looks for messages that nobody waits for any more
 STACKS_SIGNAL = signal.SIGUSR2  # the supervisor sends it to an actor that hangs
+STOP_WORD_S = 1.0  # how much later than others that stop an actor may hear that it is being stopped, too
 POISON_DEATHS = 2  # a message that killed its actor this often is not tried again
 
 
@@ -130,6 +131,7 @@ class LifeSupport(Protocol):
     def now(self) -> float: ...
     def now_ns(self) -> int: ...
     def wait(self, timeout_s: float | None) -> None: ...
+    def wait_for_stop(self, timeout_s: float) -> None: ...
     def breathe(self) -> None: ...
     def expire(self, now: float) -> None: ...
     def handled(self, message: Incoming) -> None: ...
@@ -144,12 +146,14 @@ class Life:
     def __init__(self, spec: Spec, endpoint: LifeSupport) -> None:
         self.endpoint = endpoint
         self._swept = endpoint.now()
+        self._sender = ""
         self._tell_supervisor(Hello(spec.name, spec.incarnation))
         self._limits_s = _limits_s(spec.actor)
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
-            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report, spec.sockets
-        )
+            spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report, spec.sockets,
+            lambda: self._sender,
+        )  # fmt: skip
 
     def live(self) -> Ending:
         """From on_start to on_stop. Raises what the actor dies of."""
@@ -175,6 +179,8 @@ class Life:
         try:
             self._loop()
         except ActorStopped:
+            # At the end of a run others stop first.
+            self.endpoint.wait_for_stop(STOP_WORD_S)
             if not self.endpoint.stopping:
                 raise  # somebody else stopped, whom this actor can't do without
 
@@ -284,7 +290,9 @@ class Life:
 
     def _call(self, message: Incoming) -> tuple[Kind, Any]:
         header, endpoint = message.header, self.endpoint
-        endpoint.chain, endpoint.deadline = header.chain, header.deadline or math.inf
+        endpoint.chain = header.chain if header.kind is Kind.ASK else ()
+        endpoint.deadline = header.deadline or math.inf
+        self._sender = header.chain[-1] if header.chain else ""
         try:
             args, kwargs = decode_body(message.body, message.buffers)
             self._limit(header.method)
@@ -300,7 +308,7 @@ class Life:
             return (Kind.DONE, None) if header.kind is Kind.TELL else (Kind.ANSWER, answer)
         finally:
             self._limit(None)
-            endpoint.chain, endpoint.deadline = (), math.inf
+            endpoint.chain, endpoint.deadline, self._sender = (), math.inf, ""
 
     def _answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         try:

@@ -27,7 +27,7 @@ from .actor import Actor
 from .asks import Asks, Turnstile
 from .docs import page
 from .errors import ActorDied, ActorStopped, AskTimeout, RolecallError, Unrecoverable
-from .gate import Gate, gone, impatient_protocol, read_body, refused
+from .gate import Gate, gone, impatient_protocol, note_caller, read_body, refused
 from .graph import Graph
 from .openapi import arguments_type, describe
 from .ref import Ref, bound_transport
@@ -147,8 +147,13 @@ class Proxy(Actor):
         self._loop.run_until_complete(self._say_goodbye())
 
     async def _say_goodbye(self) -> None:
+        connections: set[Any] = self._server.server_state.connections  # of impatient_protocol
         until = time.monotonic() + FAREWELL_S
-        while self._server.server_state.connections and time.monotonic() < until:
+        for connection in list(connections):
+            if (machine := connection.caller) and not self._relay.knows(machine):
+                connection.transport.abort()  # nobody may be there to close it
+        # Nobody waits for those that never showed a token.
+        while any(one.caller is not None for one in connections) and time.monotonic() < until:
             await asyncio.sleep(0.05)
         self._server.should_exit = True
         await asyncio.wait({self._serving}, timeout=3.0)
@@ -295,6 +300,7 @@ def _relay_routes(relay: Relay, ended: threading.Event) -> list[Route]:
             try:
                 if path != "/join":  # refused before its body is read
                     joined_as = (relay.prove if path else relay.renew)(int(number), session)
+                    note_caller(request.scope, int(number))
                     if not request.scope["token"].may(joined_as):
                         raise Forbidden("this machine joined with a trainer's token: go on with one")
                 body = await read_body(request, MAX_SMALL_BYTES if path else MAX_BODY_BYTES)

@@ -3,7 +3,8 @@
 A machine joins and gets a number that nobody else ever gets in this run; its Link opens a session and from then on
 brings frames and takes others with POST /v1/relay, one of which always waits here for what is to be taken. Any
 request renews the machine's lease; without one for `lease_s` it is dead for the run, and whatever it says later is
-refused with 410.
+refused with 410. The lease begins with the first session: before it the machine starts its processes, which takes
+what it takes.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from .files import write_whole
 from .line import Batch, Frame, Gap, Line, Mail
 from .tokens import Forbidden, Scope
 
-__all__ = ["LEASE_S", "Fenced", "Joined", "Opened", "Relay", "Stale"]
+__all__ = ["LEASE_S", "START_S", "Fenced", "Joined", "Opened", "Relay", "Stale"]
 
 LEASE_S = 30.0
+START_S = 60.0  # from joining to the first session
 MAX_NUMBER = 1 << 20
 MAX_MACHINES = 128  # at a time: a request of each waits in one of the proxy's 256 threads
 
@@ -138,6 +140,11 @@ class Relay:
         with self._lock:
             return [node.machine.name for node in self._nodes.values()]
 
+    def knows(self, number: int) -> bool:
+        """Whether this machine has joined and is not given up."""
+        with self._lock:
+            return number in self._nodes
+
     def join(self, host: str, scope: Scope = "worker") -> Joined:
         """Give a machine its number. Raises RolecallError if there are too many."""
         with self._lock:
@@ -229,8 +236,10 @@ class Relay:
             for node in list(self._nodes.values()):
                 if not node.thread.is_alive():
                     raise RuntimeError(f"the bridge to {node.machine.name} has died: its traceback is above")
-                if self._clock() - node.seen > self._lease_s:
-                    self._lose(node, f"has not been heard of for {self._lease_s:g} s")
+                # No session yet, also because this proxy is new, and may be while the machine starts.
+                limit_s = self._lease_s if node.session else max(self._lease_s, START_S)
+                if self._clock() - node.seen > limit_s:
+                    self._lose(node, f"has not been heard of for {limit_s:g} s")
 
     def close(self) -> None:
         """The run is over: nobody waits here any longer."""
@@ -243,7 +252,7 @@ class Relay:
         node = self._nodes.get(number)
         if node is None:
             raise Fenced(
-                f"machine {number} is dead for this run: it was not heard of for {self._lease_s:g} s, or has left"
+                f"machine {number} is dead for this run: it was not heard of for too long, or has left"
             )
         return node
 

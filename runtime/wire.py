@@ -61,7 +61,8 @@ class Header(Struct, frozen=True, gc=False):
     seq:      grows with every message of one sender, so (sender, seq) names a message for ever.
     sender:   the sender's incarnation.
     deadline: CLOCK_MONOTONIC seconds after which nobody waits for the answer.
-    chain:    names of the actors that wait for this answer, the first asker first.
+    chain:    names of the actors that wait for this answer, the first asker first, the sender last; of a tell, for
+              which nobody waits, its sender alone.
     """
 
     kind: Kind

@@ -129,8 +129,8 @@ def test_a_machine_says_only_what_workers_may(door: Door, receiver: str, method:
     door.join("a")
     session = door.open()
     for ask in (False, True):
-        good = Mail("prompts", 1, ask, 1, FAR, 0.0, (), "put", b"\x80")
-        bad = Mail(receiver, 1, ask, 2, FAR, 0.0, (), method, b"")
+        good = Mail("prompts", 1, ask, 1, FAR, 0.0, ("a-1/desk",), "put", b"\x80")
+        bad = Mail(receiver, 1, ask, 2, FAR, 0.0, ("a-1/desk",), method, b"")
         response = door.post("", batch(good, bad), session=session)
         assert response.status_code == 403
         assert (
@@ -147,7 +147,7 @@ def test_a_machine_that_joined_with_a_trainers_token_says_more_and_goes_on_with_
     trainer = door.ring.issue("trainer", None)[1]
     opened = door.post("/open", session=door.proof(), token=trainer).json()
     session = f"1.{opened['session']}"
-    mail = Mail("prompts", 1, False, 1, FAR, 0.0, (), "advance", b"\x80")
+    mail = Mail("prompts", 1, False, 1, FAR, 0.0, ("a-1/desk",), "advance", b"\x80")
     assert door.post("", batch(mail), session=session, token=trainer).status_code == 200
     for path, who in (("", session), ("/open", door.proof()), ("/leave", door.proof())):
         response = door.post(path, batch(mail), session=who)
@@ -178,6 +178,7 @@ def test_no_machine_is_taken_for_another(door: Door):
 
 def test_who_proves_nothing_keeps_no_machine_alive(door: Door):
     door.join("a")
+    door.open()
     door.time = 29.0
     door.post("/open", session="1")
     door.post("", EMPTY, session="1.x")

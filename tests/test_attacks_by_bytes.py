@@ -104,7 +104,7 @@ def test_a_pickle_is_not_opened_wherever_it_comes(
         assert door.post("", body, session=session).status_code == 422
     for path in ("/join", "/open", "/leave"):
         assert door.post(path, canary, session="1").status_code in (200, 403, 422)
-    mail = batch(Mail("prompts", 1, True, 1, FAR, 1.0, (), "put", canary))
+    mail = batch(Mail("prompts", 1, True, 1, FAR, 1.0, ("a-1/desk",), "put", canary))
     assert door.post("", mail, session=session).status_code == 200
     assert not (tmp_path / "canary").exists()
 

@@ -124,16 +124,18 @@ def as_another(enemy: Enemy, canary: bytes) -> None:
         assert enemy.post(path, X_Rolecall_Session=f"1.{enemy.proof.partition('.')[2]}") == 403
     assert enemy.exchange(1, session=f"1.{enemy.session.partition('.')[2]}") == 409
     assert enemy.exchange(1, session=f"999.{enemy.session.partition('.')[2]}") == 410
-    mine, others = (enemy.number << NODE_BITS) + 1, (1 << NODE_BITS) + 3
+    me, mine, others = (f"{enemy.name}/worker",), (enemy.number << NODE_BITS) + 1, (1 << NODE_BITS) + 3
     refused = [
-        (422, Mail("ledger", enemy.ledger, False, 1, others, 0.0, (), "note", canary)),
+        (422, Mail("ledger", enemy.ledger, False, 1, mine, 0.0, ("gpu-1/worker",), "note", b"\x80")),
+        (422, Mail("ledger", enemy.ledger, False, 1, mine, 0.0, (*me, "driver"), "note", b"\x80")),
+        (422, Mail("ledger", enemy.ledger, False, 1, others, 0.0, me, "note", canary)),
         (422, Members([FarMember("gpu-1/worker", "worker", others, "gone", "", [])])),
         (422, Members([FarMember(f"{enemy.name}/../worker", "worker", mine, "up", "", [])])),
         (422, Members([FarMember(f"{enemy.name}/ledger", "ledger", mine, "up", "", [])])),
-        (403, Mail("ledger", enemy.ledger, True, 1, mine, 5.0, (), "seen", b"\x80")),
-        (403, Mail("driver", 3, False, 1, mine, 0.0, (), "on_stop", b"\x80")),
-        (403, Mail("proxy", 4, False, 1, mine, 0.0, (), "on_stop", b"\x80")),
-        (403, Mail("gpu-1/worker", others, False, 1, mine, 0.0, (), "hear", b"\x80")),
+        (403, Mail("ledger", enemy.ledger, True, 1, mine, 5.0, me, "seen", b"\x80")),
+        (403, Mail("driver", 3, False, 1, mine, 0.0, me, "on_stop", b"\x80")),
+        (403, Mail("proxy", 4, False, 1, mine, 0.0, me, "on_stop", b"\x80")),
+        (403, Mail("gpu-1/worker", others, False, 1, mine, 0.0, me, "hear", b"\x80")),
     ]
     for status, frame in refused:
         assert enemy.exchange(1, frame) == status, frame
@@ -141,11 +143,11 @@ def as_another(enemy: Enemy, canary: bytes) -> None:
 
 def again_and_out_of_order(enemy: Enemy, canary: bytes) -> None:
     """What a worker may say, doubled, late, and from a session that has ended: it is done once."""
-    sender = (enemy.number << NODE_BITS) + 1
+    me, sender = (f"{enemy.name}/worker",), (enemy.number << NODE_BITS) + 1
 
     def note(number: int) -> Mail:
         body = msgpack.encode({"sender": "enemy", "number": number})
-        return Mail("ledger", enemy.ledger, False, number, sender, 0.0, (), "note", body)
+        return Mail("ledger", enemy.ledger, False, number, sender, 0.0, me, "note", body)
 
     for _ in range(3):
         assert enemy.exchange(1, note(1)) == 200

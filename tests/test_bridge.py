@@ -34,6 +34,29 @@ def test_the_names_of_both_machines(world: World):
     assert list(world.node.abroad.members) == ["a"]
 
 
+def test_another_machine_that_has_joined_cannot_be_reached_and_that_is_said_at_once(world: World):
+    endpoint, call = world.node.endpoint, Call.of(Counting.ask_me, (Note("b", 1),), {})
+    for send in (
+        lambda: endpoint.ask(["gpu-2/b"], call, 600.0),
+        lambda: endpoint.ask_soon("gpu-2/b", call, 600.0),
+        lambda: endpoint.tell("gpu-2/b", call),
+        lambda: endpoint.watch("gpu-2/b"),
+    ):
+        with pytest.raises(
+            RolecallError, match=r"b can't reach gpu-2/b: .* place that role on the run's own"
+        ):
+            send()
+    assert not endpoint.answers.waiting
+    assert world.ask(world.node, Counting.ask_me, Note("b", 7)) == 7
+
+
+def test_a_sender_is_known_by_its_name_in_the_run(world: World):
+    world.node.endpoint.tell("a", Call.of(Counting.who_tells, (), {}))
+    world.run.endpoint.tell("b", Call.of(Counting.who_tells, (), {}))
+    world.settle()
+    assert (world.run.told, world.node.told) == ([Note("gpu-1/b", 0)], [Note("a", 0)])
+
+
 def test_exceptions(world: World):
     with pytest.raises(RolecallError, match="ValueError: no") as caught:
         world.ask(world.run, Counting.fail)

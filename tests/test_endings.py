@@ -152,6 +152,8 @@ class Support:
     def wait(self, timeout_s: float | None) -> None:
         self.stopping = True
 
+    def wait_for_stop(self, timeout_s: float) -> None: ...
+
     def now(self) -> float:
         return 1.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rolecall.actors.ledger import Ledger
 from rolecall.runtime.errors import Unrecoverable
 from rolecall.runtime.join import Joining, chosen_gpus, prepare_again
 from rolecall.runtime.remote import GIVE_UP_S, NoAnswer
@@ -67,8 +67,8 @@ class Trainer:
 
     def loans(self) -> dict[int, str]:
         """What is lent, by the prompt source's own file, and to whom."""
-        ledger = json.loads((self.folder / "state" / "prompts" / "ledger.json").read_text())
-        return {int(id): loan["worker"] for id, loan in ledger["loans"].items()}
+        ledger = Ledger(self.folder / "state" / "prompts" / "ledger.jsonl")
+        return {id: loan.worker for id, loan in ledger.loans.items()}
 
     def machines_reported(self) -> list[list[str]]:
         events = lines(self.folder / "events.jsonl")
@@ -80,6 +80,9 @@ class Trainer:
         assert code == 0, err
         for machine in self.machines:
             machine.finish(30)
+            if machine.process.returncode == 0:  # an orderly end is no error of anybody's
+                logs = (machine.run_folder() / "logs").glob("*.log")
+                assert [log.name for log in logs if "Traceback" in log.read_text()] == []
         assert [pid for one in (self.command, *self.machines) for pid in one.processes()] == []
         return out, err
 
@@ -130,7 +133,7 @@ def test_a_second_sigterm_does_not_wait_for_goodbyes(trainer: Callable[..., Trai
     machine.process.send_signal(signal.SIGTERM)
     until(lambda: "stopping" in states())
     machine.process.send_signal(signal.SIGTERM)
-    machine.process.wait(2)
+    machine.process.wait(4)  # with goodbyes it would take 5 s and more
     assert machine.processes() == []
     assert run.loans() != {}  # whose turn comes when they have not been heard of for long
     os.kill(proxy, signal.SIGCONT)

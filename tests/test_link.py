@@ -23,7 +23,7 @@ from rolecall.runtime.line import Batch, Done, FarMember, Frame, Heard, Line, Ma
 from rolecall.runtime.link import Dialer
 from rolecall.runtime.page import Memory
 from rolecall.runtime.proxy import build_app
-from rolecall.runtime.relay import Fenced, Joined, Relay, Stale
+from rolecall.runtime.relay import START_S, Fenced, Joined, Relay, Stale
 from rolecall.runtime.remote import SESSION_HEADER, TOKEN_HEADER
 from rolecall.runtime.switchboard import Switchboard
 from rolecall.runtime.tokens import Ring, Scope
@@ -142,6 +142,7 @@ def test_a_lease_runs_out(door: Door):
     door.join("a")
     door.join("b")
     session = door.relay.open(1).session
+    door.relay.open(2)
     door.time = LEASE_S
     door.relay.look()
     door.relay.exchange(1, session, EMPTY, None)  # any request renews it
@@ -149,7 +150,7 @@ def test_a_lease_runs_out(door: Door):
     door.relay.look()
     door.relay.exchange(1, session, EMPTY, None)
     with pytest.raises(
-        Fenced, match="machine 2 is dead for this run: it was not heard of for 30 s, or has left"
+        Fenced, match="machine 2 is dead for this run: it was not heard of for too long, or has left"
     ):
         door.relay.open(2)
     door.restart()  # a machine that was there may be back within a lease
@@ -158,6 +159,32 @@ def test_a_lease_runs_out(door: Door):
     door.relay.open(1)
     with pytest.raises(Fenced):
         door.relay.open(2)
+
+
+def test_a_machine_that_has_joined_starts_its_processes_first(door: Door):
+    door.join("a")
+    door.join("b")
+    door.time = START_S
+    door.relay.look()
+    door.relay.open(1)
+    door.time += LEASE_S
+    door.relay.look()
+    assert door.relay.machines == ["a-1"]  # the other has not come
+    door.time += 0.1
+    door.relay.look()
+    assert door.relay.machines == []
+    door.join("c")
+    door.restart()  # nobody knows any more whether it had come
+    door.time += START_S
+    door.relay.look()
+    assert door.relay.machines == ["c-3"]
+    door.time += 0.1
+    door.relay.look()
+    assert [why for _, why in door.relay._remembered.lost.values()] == [
+        "machine b-2 has not been heard of for 60 s",
+        "machine a-1 has not been heard of for 30 s",
+        "machine c-3 has not been heard of for 60 s",
+    ]
 
 
 @pytest.mark.parametrize("path", ["", "/join", "/open", "/leave"])
@@ -190,7 +217,7 @@ def test_frames_that_are_missing_end_the_session(door: Door):
 def test_a_machine_that_is_dead_for_the_run(door: Door):
     door.join("a")
     session = door.open()
-    door.time = LEASE_S + 1.0
+    door.time = LEASE_S + 0.1
     door.relay.look()
     for path in ("", "/open", "/leave"):
         response = door.post(path, EMPTY, session=door.proof() if path else session)
@@ -209,8 +236,19 @@ FAR = (1 << NODE_BITS) + 1
 @pytest.mark.parametrize(
     "frame",
     [
-        Mail("desk", 1, False, 1, 5, 0.0, (), "put", b""),
-        Mail("desk", 1, False, 1, (2 << NODE_BITS) + 1, 0.0, (), "put", b""),
+        Mail("desk", 1, False, 1, 5, 0.0, ("a-1/desk",), "put", b""),
+        Mail("desk", 1, False, 1, (2 << NODE_BITS) + 1, 0.0, ("a-1/desk",), "put", b""),
+        *(
+            Mail("desk", 1, False, 1, FAR, 0.0, chain, "put", b"")
+            for chain in [
+                (),
+                ("b-2/desk",),
+                ("desk",),
+                ("a-1/desk", "proxy"),
+                ("a-1/desk\n",),
+                ("a-1/../desk",),
+            ]
+        ),
         Heard("desk", 5, [1]),
         Members([FarMember("desk", "desk", FAR, "up", "", [])]),
         Members([FarMember("a-1/desk", "desk", 5, "up", "", [])]),
@@ -427,6 +465,27 @@ def test_when_the_relay_is_new_a_new_line_begins(door: Door):
     there.post(Done("desk", 1, []))
     here.wait(lambda: here.got)
     here.dialer.stop(10.0)
+
+
+def test_a_request_that_is_lost_is_made_again_before_the_lease_is_over():
+    asked: dict[str, float] = {}
+    both = threading.Event()
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/open"):
+            return httpx.Response(200, content=b'{"session": "s"}')
+        asked[request.url.params.get("wait", "")] = request.extensions["timeout"]["read"]
+        if len(asked) == 2:
+            both.set()
+        return httpx.Response(200, content=EMPTY)
+
+    joined = Joined("a-1", 1, LEASE_S, "secret")
+    make_client = lambda: httpx.Client(transport=httpx.MockTransport(respond))  # noqa: E731
+    dialer = Dialer("http://run", lambda: TOKEN, joined, lambda: Line(lambda line, frames: None), make_client)
+    dialer.start()
+    assert both.wait(20.0)
+    dialer.stop(10.0)
+    assert asked == {"": LEASE_S / 3, "10": 2 * LEASE_S / 3}
 
 
 def test_a_stale_session_is_said(door: Door):

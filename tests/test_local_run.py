@@ -263,3 +263,101 @@ def test_who_asks_an_actor_that_has_finished_is_told(tmp_path: Path):
     run.run()
     assert run.reports["closer"] == [{"text": "keeper has stopped"}] * 2
     assert run.dead_letters == [("keeper", "goodbye", "stopped")]
+
+
+class Ender(Actor):
+    """Leaves its asker without an answer, and has finished a second later."""
+
+    def on_start(self) -> None:
+        self.asked = False
+
+    def wait_for_nothing(self) -> None:
+        self.asked = True
+        raise NotYet
+
+    def step(self) -> float | None:
+        if self.asked:
+            raise Finished
+        return 1.0
+
+
+class Waiter(Actor):
+    def __init__(self, ender: Ref[Ender]) -> None:
+        self.ender = ender
+
+    def step(self) -> float | None:
+        self.ender.ask(Ender.wait_for_nothing)
+        return 0.0
+
+    def on_stop(self) -> None:
+        self.report(stopped=True)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_waits_for_an_actor_that_has_finished_stops_with_the_run_or_dies_of_it(
+    tmp_path: Path, ends: bool
+):
+    graph = Graph("ending")
+    ender = graph.add("ender", Ender)
+    waiter = graph.add("waiter", Waiter, ender)
+    graph.until(ender if ends else waiter)
+    run = LocalRun(graph, folder=tmp_path)
+    if ends:
+        run.run()
+        assert run.reports["waiter"] == [{"stopped": True}]
+    else:
+        with pytest.raises(ActorStopped, match="ender has stopped"):
+            run.run()
+
+
+class Host(Actor):
+    """Writes down who has sent what."""
+
+    def on_start(self) -> None:
+        self.heard: list[tuple[str, str]] = [("on_start", self.sender)]
+
+    def told(self) -> None:
+        self.heard.append(("told", self.sender))
+
+    def asked(self) -> str:
+        self.heard.append(("asked", self.sender))
+        return self.sender
+
+    def asked_by(self, guest: Ref[Teller]) -> tuple[str, str]:
+        return guest.ask(Teller.who), self.sender
+
+    def step(self) -> float | None:
+        self.heard.append(("step", self.sender))
+        return None
+
+
+class Teller(Actor):
+    def __init__(self, host: Ref[Host], other: Ref[Teller] | None = None) -> None:
+        self.host, self.other = host, other
+
+    def who(self) -> str:
+        return self.sender
+
+    def step(self) -> float | None:
+        self.host.tell(Host.told)
+        self.report(names=[self.host.ask(Host.asked)])
+        if self.other is None:
+            return None
+        self.report(names=self.host.ask(Host.asked_by, self.other))
+        raise Finished
+
+
+def test_a_handler_knows_who_has_sent_its_message(tmp_path: Path):
+    graph = Graph("party")
+    host = graph.add("host", Host)
+    first = graph.add("first", Teller, host)
+    graph.until(graph.add("second", Teller, host, first))
+    run = LocalRun(graph, folder=tmp_path)
+    run.run()
+    assert run.reports["first"] == [{"names": ["first"]}]
+    assert run.reports["second"] == [{"names": ["second"]}, {"names": ["host", "second"]}]
+    at_home = run.actor("host")
+    assert isinstance(at_home, Host)
+    heard = {("on_start", ""), ("step", ""), ("told", "first"), ("asked", "first"), ("told", "second"),
+             ("asked", "second")}  # fmt: skip
+    assert set(at_home.heard) == heard

@@ -111,6 +111,8 @@ class Support:
         self.dead_letters: list[tuple[str, str, str]] = []
         self.seq, self.time, self.most = 0, 100.0, 0
 
+    def wait_for_stop(self, timeout_s: float) -> None: ...
+
     def now(self) -> float:
         return self.time
 

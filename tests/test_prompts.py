@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rolecall import Down, NotYet, Unrecoverable
+from rolecall.actors import prompts
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.types import Lease
 from rolecall.runtime.ref import bind_transport
@@ -64,6 +66,12 @@ def ask(
     number, ids = (after.number, ids_of(after)) if after else (0, [])
     told = dict.fromkeys(ids if delivered is None else delivered, number)
     return source.next(worker, incarnation, number, dict.fromkeys(holding, number), told, count, wait)
+
+
+def said_by(source: PromptSource, sender: str) -> PromptSource:
+    """Its next messages come from there."""
+    source.context = replace(source.context, sender=lambda: sender)
+    return source
 
 
 def ids_of(lease: Lease) -> list[int]:
@@ -325,13 +333,64 @@ def test_who_waits_and_says_nothing_new_costs_no_write(tmp_path: Path):
     source = started(tmp_path)
     with pytest.raises(NotYet):
         ask(source, wait=True)
-    (ledger,) = tmp_path.rglob("ledger.json")
-    ledger.unlink()
+    (ledger,) = tmp_path.rglob("ledger.jsonl")
+    before = ledger.stat()
     with pytest.raises(NotYet):
         ask(source, wait=True)
-    assert not ledger.exists()
+    assert ledger.stat() == before
     source.advance(0, 0)
-    assert ledger.exists()
+    assert ledger.stat() != before
+
+
+@pytest.mark.parametrize("sender", ["gpu-2/rollout", "gpu-1/rollout-1", "proxy", "rollout-1", "trainer"])
+@pytest.mark.parametrize("worker", ["gpu-1/rollout", "rollout-0"])
+def test_nobody_speaks_for_another(source: PromptSource, peers: Direct, sender: str, worker: str):
+    said_by(source, worker)
+    lease = ask(source, worker, incarnation=5)
+    said_by(source, sender)
+    source.leave(worker, 9, {})
+    source.hold(worker, 9, lease.number, {}, {})
+    assert ids_of(ask(source, worker, incarnation=10, count=1)) == [2]
+    assert source.ledger.loans.keys() == {0, 1, 2}
+    said_by(source, worker)
+    assert ids_of(ask(source, worker, after=lease, incarnation=5)) == [3]  # its own word counts as before
+    assert peers.watched == [worker]
+
+
+def test_workers_that_hold_nothing_are_forgotten_after_a_lease(
+    source: PromptSource, clock: Clock, tmp_path: Path
+):
+    said_by(source, "proxy")
+    first = ask(source, "done", count=1)
+    ask(source, "done", after=first, count=0)
+    held = ask(source, "holds", count=1)
+    clock.now = 500.0
+    source.hold("holds", 1, held.number, {1: held.number}, {})
+    ask(source, "later", count=0)
+    clock.now = 601.0
+    source.step()
+    assert source.ledger.workers.keys() == {"proxy/holds", "proxy/later"}
+    clock.now = 1101.0
+    source.hold("holds", 1, held.number, {1: held.number}, {})
+    clock.now = 1300.0
+    source.step()
+    assert source.ledger.workers.keys() == {"proxy/holds"}
+    restarted = started(tmp_path, clock)
+    assert restarted.ledger.workers.keys() == {"proxy/holds"}
+    clock.now = 9000.0
+    restarted.step()
+    clock.now = 18000.0
+    restarted.step()
+    assert restarted.ledger.workers == {} and restarted.ledger.returned == {1}
+
+
+def test_invented_names_do_not_pile_up(source: PromptSource, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "MAX_WORKERS", 3)
+    ask(said_by(source, "rollout"), "rollout", count=1)
+    for number in range(50):
+        ask(said_by(source, "proxy"), f"invented {number}", count=0)
+    assert source.ledger.workers.keys() == {"rollout", "proxy/invented 48", "proxy/invented 49"}
+    assert source._spoke.keys() == source.ledger.workers.keys()
 
 
 def test_another_goes_on_from_a_snapshot(tmp_path: Path, source: PromptSource):

@@ -107,7 +107,7 @@ def test_one_round_is_lease_sample_score_put(peers: Peers):
             assert len(completion.ids) == len(completion.logprobs) == len(completion.versions)
     worker.step()  # asking again has said that they were delivered
     assert not {0, 1, 2} & peers.prompts.ledger.loans.keys()
-    assert peers.prompts.ledger.returned == []
+    assert peers.prompts.ledger.returned == set()
 
 
 class Slow(FakeEngine):
@@ -228,7 +228,7 @@ def test_an_idle_worker_says_what_it_has_delivered_before_it_is_lent_again(peers
         peers.now += pause
         peers.prompts.step()
     assert peers.now < 600.0
-    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned == []
+    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned == set()
 
 
 def test_a_version_that_comes_between_two_answers_is_not_slept_through(peers: Peers):

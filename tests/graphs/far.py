@@ -14,8 +14,8 @@ from rolecall.runtime.proxy import add_proxy
 class Ledger(Actor):
     """Writes down what it handles."""
 
-    http: ClassVar[dict[str, str]] = {"POST /v1/notes": "note"}
-    for_workers: ClassVar[tuple[str, ...]] = ("note", "ask")
+    http: ClassVar[dict[str, str]] = {"POST /v1/notes": "note", "GET /v1/who": "who"}
+    for_workers: ClassVar[tuple[str, ...]] = ("note", "ask", "who")
 
     def on_start(self) -> None:
         self._file = (self.state_folder / "notes").open("a")
@@ -27,6 +27,9 @@ class Ledger(Actor):
     def ask(self, sender: str, number: int) -> int:
         self._write(sender, number)
         return number
+
+    def who(self) -> str:
+        return self.sender
 
     def seen(self) -> int:
         return self.notes
@@ -45,7 +48,9 @@ class Worker(Actor):
 
     def on_start(self) -> None:
         self.sent = self.heard = 0
-        self.me = f"{self.context.node}/{self.name}.{self.context.incarnation}"
+        name = f"{self.context.node}/{self.name}"
+        assert self.ledger.ask(Ledger.who) == name
+        self.me = f"{name}.{self.context.incarnation}"
 
     def step(self) -> float | None:
         self.sent += 1
