@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from rolecall.actors.learner import Learner, _logprobs
+from rolecall.actors.learner import Learner
+from rolecall.actors.logprobs import logprobs
 from rolecall.actors.losses import GRPOLoss
 from rolecall.actors.packing import pack
 from rolecall.actors.types import Completion, Group, Prompt
@@ -140,7 +141,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(model, row_tokens, req
     expected = [c.logprobs for group in batch_of for c in group.completions]
     seen = set()
     for batch in pack(batch_of, [[1.0] * 4] * 4, row_tokens=row_tokens).batches:
-        lp, entropy = _logprobs(policy._policy, batch, policy._temperature)
+        lp, entropy = logprobs(policy._policy, batch, policy._temperature)
         for number in batch.completion.unique().tolist():
             seen.add(number)
             assert lp[batch.completion == number].tolist() == pytest.approx(expected[number], abs=1e-5)
@@ -155,7 +156,7 @@ def test_the_head_in_parts_gives_the_same_numbers_and_gradient() -> None:
     results = []
     for max_logits in (1 << 25, 448 * 5):
         policy._optimizer.zero_grad()
-        lp, entropy = _logprobs(policy._policy, batch, 0.8, max_logits)
+        lp, entropy = logprobs(policy._policy, batch, 0.8, max_logits)
         (lp * torch.arange(len(lp))).sum().backward()
         results.append((lp.detach(), entropy, gradient(policy)))
     for whole, parts in zip(*results, strict=True):
