@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from ..runtime.errors import Unrecoverable
+from .advantages import refuse_unless_finite
 from .canary import Canary, canary_tokens
 from .logprobs import attention_window, logprobs, parts, refuse_unless_packable
-from .losses import GRPOLoss
+from .losses import Loss
 from .metrics import Seen, group_metrics, token_metrics
 from .model import adapter_files, add_lora, load_model, load_tokenizer, pick_device
-from .packing import Packed, pack, pack_answers
+from .objectives import Totals
+from .packing import Batch, Packed, pack, pack_answers
 from .types import Group
 
 __all__ = ["Learner"]
@@ -40,6 +42,7 @@ class Learner:
     model:         what `load_model` takes. Its head must be a plain linear map and its attention take a 4-D
                    mask; tried here on a few tokens: Unrecoverable if not.
     temperature:   the one the completions were sampled at; logits are divided by it.
+    max_tokens:    the most tokens a completion may have; a loss averaged by "dr" divides by it.
     row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit.
     max_grad_norm: gradients of a larger 2-norm are scaled down to it.
     device:        a torch device; None for the best there is. The base model is float32 on "cpu", else bfloat16.
@@ -55,9 +58,10 @@ class Learner:
         rank: int,
         alpha: int,
         lr: float,
-        loss: GRPOLoss,
+        loss: Loss,
         temperature: float,
         seed: int,
+        max_tokens: int | None = None,
         row_tokens: int = 4096,
         max_grad_norm: float = 1.0,
         device: str | None = None,
@@ -65,6 +69,11 @@ class Learner:
         if temperature <= 0:
             raise Unrecoverable(
                 f"temperature {temperature} leaves nothing to learn from: set it above 0", exit_code=2
+            )
+        if loss.averages_by == "dr" and max_tokens is None:
+            raise Unrecoverable(
+                f"{loss.kind} averages over the most tokens a completion may have: give the trainer max_tokens",
+                exit_code=2,
             )
         self._device = device or pick_device()
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
@@ -75,7 +84,7 @@ class Learner:
             self._weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._model, self._seed = model, seed
-        self._loss, self._temperature = loss, temperature
+        self._loss, self._temperature, self._max_tokens = loss, temperature, max_tokens or 0
         self._row_tokens, self._max_grad_norm = row_tokens, max_grad_norm
         self._settings = {"rank": rank, "alpha": alpha}
         self._counters = {"steps": 0, "skipped": 0, "skipped_in_a_row": 0}
@@ -88,28 +97,32 @@ class Learner:
 
         version: the policy version these weights were published as; groups sampled by it are the fresh ones.
 
-        With nothing to train (no group's rewards differ, or all is masked) the weights stay as they are, and
-        the metrics of tokens are missing. A group with a token id beyond the vocabulary, which only a worker
+        A group whose advantages are all 0 has no gradient and is not forwarded, unless the loss holds the policy to
+        a reference. With nothing to train (no group left, or all is masked) the weights stay as they are, and the
+        metrics of tokens are missing. A group with a token id beyond the vocabulary, which only a worker
         with another model makes, is left out and counted in `foreign_groups`: it can't stop the run. A loss
         or gradient that is not finite skips the step: `skipped` is 1, and these two metrics say NaN or
         infinity. Raises Unrecoverable after three of those in a row, on a reward that is not finite, and on a
         completion too long for a row or for the model's attention window.
         """
         self._check_lengths(groups)
-        foreign = [self._is_foreign(group) for group in groups]
-        advantages = [_advantages(self._loss, group) for group in groups]
+        _check_rewards(groups)
+        own = [group for group in groups if not self._is_foreign(group)]
+        advantages = self._loss.advantages([group.rewards for group in own])
         packed = pack(
-            groups,
-            [[0.0] * len(own) if out else own for own, out in zip(advantages, foreign, strict=True)],
+            own,
+            advantages,
             row_tokens=self._row_tokens,
             mask_truncated=self._loss.mask_truncated,
+            keep_zeros=self._loss.trains_equal_groups,
         )
+        equal, foreign = sum(not any(values) for values in advantages), len(groups) - len(own)
         metrics = {**group_metrics(groups), "lr": float(self._optimizer.param_groups[0]["lr"])}
-        metrics |= {"zero_variance_share": packed.skipped_groups / len(groups), "row_fill": packed.fill}
-        metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(sum(foreign))}
+        metrics |= {"zero_variance_share": (equal + foreign) / len(groups), "row_fill": packed.fill}
+        metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(foreign)}
         if packed.trained_tokens == 0:
             return metrics | {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
-        versions = [group.version for group in groups for _ in group.completions]
+        versions = [group.version for group in own for _ in group.completions]
         metrics |= self._accumulate(packed, torch.tensor(versions, device=self._device) == version)
         return metrics | self._update(metrics["loss"])
 
@@ -209,17 +222,26 @@ class Learner:
         """Sum the gradients of all micro-batches; fresh: [completions] bool."""
         self._optimizer.zero_grad()
         loss = torch.zeros((), device=self._device)
+        budget = len(fresh) * self._max_tokens
+        totals = Totals(packed.trained_tokens, packed.trained_sequences, budget)
         seen: list[Seen] = []
         for batch in packed.batches:
             batch = batch.to(self._device)
+            lp_ref = self._reference(batch) if self._loss.kl_coef > 0 else None
             lp, entropy = logprobs(self._policy, batch, self._temperature)
             share, stats = self._loss(
-                lp, batch.lp_gen, batch.advantage, batch.loss_mask, total_tokens=packed.trained_tokens
+                lp, batch.lp_gen, batch.advantage, batch.loss_mask, batch.completion, totals, lp_ref=lp_ref
             )
             share.backward()
             loss += share.detach()
             seen.append(Seen(stats, entropy, batch.loss_mask, fresh[batch.completion]))
         return {"loss": loss.item(), **token_metrics(seen)}
+
+    @torch.no_grad()
+    def _reference(self, batch: Batch) -> Tensor:
+        """Log-probs under the base model: the adapter switched off, so no second copy of it is in memory."""
+        with self._policy.disable_adapter():
+            return logprobs(self._policy, batch, self._temperature)[0]
 
     def _update(self, loss: float) -> dict[str, float]:
         """Clip and apply the gradients, or skip the step if they or the loss are not finite."""
@@ -241,10 +263,12 @@ class Learner:
         return {"grad_norm": norm, "skipped": 1.0}
 
 
-def _advantages(loss: GRPOLoss, group: Group) -> list[float]:
-    try:
-        return loss.advantages(group.rewards)
-    except ValueError as error:
-        raise Unrecoverable(
-            f"prompt {group.id}, sampled by {group.worker}: {error}; mend the reward function", exit_code=2
-        ) from error
+def _check_rewards(groups: Sequence[Group]) -> None:
+    for group in groups:
+        try:
+            refuse_unless_finite(group.rewards)
+        except ValueError as error:
+            raise Unrecoverable(
+                f"prompt {group.id}, sampled by {group.worker}: {error}; mend the reward function",
+                exit_code=2,
+            ) from error

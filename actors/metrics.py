@@ -40,13 +40,19 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def token_metrics(seen: Sequence[Seen]) -> dict[str, float]:
-    """Over all trained tokens; kl is Schulman's k3 of the policy from the sampling one, r − 1 − log r."""
+    """Over all trained tokens; kl is Schulman's k3 of the policy from the sampling one, r − 1 − log r.
+
+    Of a loss with an off-policy correction: its mean weight and the share of tokens it truncated or masked; of one
+    held to a reference: kl_ref, by the loss's own estimator.
+    """
     mask = torch.cat([s.mask for s in seen])
     fresh = torch.cat([s.fresh for s in seen])[mask]
     entropy = torch.cat([s.entropy for s in seen])[mask]
-    log_ratio, ratio, low, high = (
-        torch.cat(parts)[mask] for parts in zip(*[s.stats for s in seen], strict=True)
+    log_ratio, ratio, low, high, weight, cut, kl_ref = (
+        torch.cat(parts)[mask] if parts[0] is not None else None
+        for parts in zip(*[s.stats for s in seen], strict=True)
     )
+    assert log_ratio is not None and ratio is not None and low is not None and high is not None
     metrics = {
         "ratio/mean": ratio.mean(),
         "ratio/max": ratio.max(),
@@ -55,6 +61,11 @@ def token_metrics(seen: Sequence[Seen]) -> dict[str, float]:
         "kl": (log_ratio.expm1() - log_ratio).mean(),
         "entropy": entropy.mean(),
     }
+    if weight is not None and cut is not None:
+        metrics["correction/weight_mean"] = weight.mean()
+        metrics["correction/cut_share"] = cut.float().mean()
+    if kl_ref is not None:
+        metrics["kl_ref"] = kl_ref.mean()
     if fresh.any():
         metrics["fresh/ratio_mean"] = ratio[fresh].mean()
         metrics["fresh/log_ratio_max"] = log_ratio[fresh].abs().max()

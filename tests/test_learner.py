@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from rolecall.actors.learner import Learner
 from rolecall.actors.logprobs import logprobs
-from rolecall.actors.losses import GRPOLoss
+from rolecall.actors.losses import Loss
 from rolecall.actors.packing import pack
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.errors import Unrecoverable
@@ -25,7 +25,7 @@ def learner(model: str = "tiny", **changes) -> Learner:
         "rank": 4,
         "alpha": 8,
         "lr": 1e-3,
-        "loss": GRPOLoss(),
+        "loss": Loss(),
         "temperature": 0.8,
         "seed": 0,
         "device": "cpu",
@@ -252,7 +252,7 @@ def test_nothing_to_train_changes_nothing() -> None:
     same = [change(group, reward=1.0) for group in groups(policy)]
     metrics = policy.step(same, version=3)
     assert (metrics["loss"], metrics["grad_norm"], metrics["zero_variance_share"]) == (0, 0, 1)
-    masked = learner(loss=GRPOLoss(mask_truncated=True))
+    masked = learner(loss=Loss(mask_truncated=True))
     metrics = masked.step([change(group, finish_reason="length") for group in groups(policy)], version=3)
     assert (metrics["loss"], metrics["grad_norm"], metrics["tokens_trained"]) == (0, 0, 0)
     assert policy.adapter() == masked.adapter() == before
