@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .losses import run
 
-pytest.importorskip("trl")
-
 LENGTHS = torch.tensor([2, 7, 4, 5, 1, 7])
 LONGEST = 7
 GENERATOR = torch.Generator().manual_seed(0)
@@ -27,8 +25,7 @@ HALVES = [slice(0, 2), slice(2, 6)]
 
 def trls(loss_type: str, rows: list[slice], **changes) -> tuple[float, Tensor]:
     """TRL's loss and its gradient, accumulated over micro-batches of these rows."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
+    compute_loss = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer._compute_loss
     lp = LP.clone().requires_grad_()
     settings = {
         "loss_type": loss_type, "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2,
@@ -57,7 +54,7 @@ def trls(loss_type: str, rows: list[slice], **changes) -> tuple[float, Tensor]:
             "completion_mask": MASK[part].long(), "advantages": WORTH[part], "old_per_token_logps": LP_GEN[part],
             "ref_per_token_logps": LP_REF[part], "num_items_in_batch": MASK.sum(),
         }  # fmt: skip
-        value = GRPOTrainer._compute_loss(trainer, None, inputs)  # pyright: ignore[reportArgumentType]
+        value = compute_loss(trainer, None, inputs)
         value.backward()
         total += value.item()
     assert lp.grad is not None
