@@ -13,27 +13,26 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..runtime.errors import Unrecoverable
+from .advantages import refuse_unless_finite
 from .canary import Canary, canary_tokens
-from .losses import GRPOLoss, TokenStats
+from .logprobs import attention_window, logprobs, parts, refuse_unless_packable
+from .losses import Loss
+from .metrics import Seen, group_metrics, token_metrics
 from .model import adapter_files, add_lora, load_model, load_tokenizer, pick_device
+from .objectives import Totals
 from .packing import Batch, Packed, pack, pack_answers
 from .types import Group
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 __all__ = ["Learner"]
 
 log = logging.getLogger("rolecall")
 
-MAX_LOGITS = 1 << 25  # tokens × vocabulary held at once: 128 MiB of float32
 BAD_STEPS_IN_A_ROW = 3
 
 
@@ -43,6 +42,7 @@ class Learner:
     model:         what `load_model` takes. Its head must be a plain linear map and its attention take a 4-D
                    mask; tried here on a few tokens: Unrecoverable if not.
     temperature:   the one the completions were sampled at; logits are divided by it.
+    max_tokens:    the most tokens a completion may have; a loss averaged by "dr" divides by it.
     row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit.
     max_grad_norm: gradients of a larger 2-norm are scaled down to it.
     device:        a torch device; None for the best there is. The base model is float32 on "cpu", else bfloat16.
@@ -58,9 +58,10 @@ class Learner:
         rank: int,
         alpha: int,
         lr: float,
-        loss: GRPOLoss,
+        loss: Loss,
         temperature: float,
         seed: int,
+        max_tokens: int | None = None,
         row_tokens: int = 4096,
         max_grad_norm: float = 1.0,
         device: str | None = None,
@@ -68,6 +69,11 @@ class Learner:
         if temperature <= 0:
             raise Unrecoverable(
                 f"temperature {temperature} leaves nothing to learn from: set it above 0", exit_code=2
+            )
+        if loss.averages_by == "dr" and max_tokens is None:
+            raise Unrecoverable(
+                f"{loss.kind} averages over the most tokens a completion may have: give the trainer max_tokens",
+                exit_code=2,
             )
         self._device = device or pick_device()
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
@@ -78,41 +84,45 @@ class Learner:
             self._weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._model, self._seed = model, seed
-        self._loss, self._temperature = loss, temperature
+        self._loss, self._temperature, self._max_tokens = loss, temperature, max_tokens or 0
         self._row_tokens, self._max_grad_norm = row_tokens, max_grad_norm
         self._settings = {"rank": rank, "alpha": alpha}
         self._counters = {"steps": 0, "skipped": 0, "skipped_in_a_row": 0}
-        self._window = _attention_window(self._policy)
-        self._vocabulary: int = _parts(self._policy)[1].weight.shape[0]
-        _refuse_unless_packable(self._policy, model)
+        self._window = attention_window(self._policy)
+        self._vocabulary: int = parts(self._policy)[1].weight.shape[0]
+        refuse_unless_packable(self._policy, model)
 
     def step(self, groups: Sequence[Group], *, version: int) -> dict[str, float]:
         """One optimizer step over whole groups; gives its metrics.
 
         version: the policy version these weights were published as; groups sampled by it are the fresh ones.
 
-        With nothing to train (no group's rewards differ, or all is masked) the weights stay as they are, and
-        the metrics of tokens are missing. A group with a token id beyond the vocabulary, which only a worker
+        A group whose advantages are all 0 has no gradient and is not forwarded, unless the loss holds the policy to
+        a reference. With nothing to train (no group left, or all is masked) the weights stay as they are, and the
+        metrics of tokens are missing. A group with a token id beyond the vocabulary, which only a worker
         with another model makes, is left out and counted in `foreign_groups`: it can't stop the run. A loss
         or gradient that is not finite skips the step: `skipped` is 1, and these two metrics say NaN or
         infinity. Raises Unrecoverable after three of those in a row, on a reward that is not finite, and on a
         completion too long for a row or for the model's attention window.
         """
         self._check_lengths(groups)
-        foreign = [self._is_foreign(group) for group in groups]
-        advantages = [_advantages(self._loss, group) for group in groups]
+        _check_rewards(groups)
+        own = [group for group in groups if not self._is_foreign(group)]
+        advantages = self._loss.advantages([group.rewards for group in own])
         packed = pack(
-            groups,
-            [[0.0] * len(own) if out else own for own, out in zip(advantages, foreign, strict=True)],
+            own,
+            advantages,
             row_tokens=self._row_tokens,
             mask_truncated=self._loss.mask_truncated,
+            keep_zeros=self._loss.trains_equal_groups,
         )
-        metrics = {**_group_metrics(groups), "lr": float(self._optimizer.param_groups[0]["lr"])}
-        metrics |= {"zero_variance_share": packed.skipped_groups / len(groups), "row_fill": packed.fill}
-        metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(sum(foreign))}
+        equal, foreign = sum(not any(values) for values in advantages), len(groups) - len(own)
+        metrics = {**group_metrics(groups), "lr": float(self._optimizer.param_groups[0]["lr"])}
+        metrics |= {"zero_variance_share": (equal + foreign) / len(groups), "row_fill": packed.fill}
+        metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(foreign)}
         if packed.trained_tokens == 0:
             return metrics | {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
-        versions = [group.version for group in groups for _ in group.completions]
+        versions = [group.version for group in own for _ in group.completions]
         metrics |= self._accumulate(packed, torch.tensor(versions, device=self._device) == version)
         return metrics | self._update(metrics["loss"])
 
@@ -125,10 +135,10 @@ class Learner:
         prompt_ids, ids = self._canary_tokens
         batch = pack_answers(prompt_ids, [ids]).to(self._device)
         with torch.no_grad():
-            logprobs = _logprobs(self._policy, batch, 1.0)[0]
+            lp = logprobs(self._policy, batch, 1.0)[0]
         causal: Any = self._policy.get_base_model()
         dtype = str(causal.dtype).removeprefix("torch.")
-        return Canary(prompt_ids=prompt_ids, ids=ids, logprobs=logprobs.tolist(), dtype=dtype)
+        return Canary(prompt_ids=prompt_ids, ids=ids, logprobs=lp.tolist(), dtype=dtype)
 
     @cached_property
     def _canary_tokens(self) -> tuple[list[int], list[int]]:
@@ -212,17 +222,26 @@ class Learner:
         """Sum the gradients of all micro-batches; fresh: [completions] bool."""
         self._optimizer.zero_grad()
         loss = torch.zeros((), device=self._device)
-        seen: list[_Seen] = []
+        budget = len(fresh) * self._max_tokens
+        totals = Totals(packed.trained_tokens, packed.trained_sequences, budget)
+        seen: list[Seen] = []
         for batch in packed.batches:
             batch = batch.to(self._device)
-            lp, entropy = _logprobs(self._policy, batch, self._temperature)
+            lp_ref = self._reference(batch) if self._loss.kl_coef > 0 else None
+            lp, entropy = logprobs(self._policy, batch, self._temperature)
             share, stats = self._loss(
-                lp, batch.lp_gen, batch.advantage, batch.loss_mask, total_tokens=packed.trained_tokens
+                lp, batch.lp_gen, batch.advantage, batch.loss_mask, batch.completion, totals, lp_ref=lp_ref
             )
             share.backward()
             loss += share.detach()
-            seen.append(_Seen(stats, entropy, batch.loss_mask, fresh[batch.completion]))
-        return {"loss": loss.item(), **_token_metrics(seen)}
+            seen.append(Seen(stats, entropy, batch.loss_mask, fresh[batch.completion]))
+        return {"loss": loss.item(), **token_metrics(seen)}
+
+    @torch.no_grad()
+    def _reference(self, batch: Batch) -> Tensor:
+        """Log-probs under the base model: the adapter switched off, so no second copy of it is in memory."""
+        with self._policy.disable_adapter():
+            return logprobs(self._policy, batch, self._temperature)[0]
 
     def _update(self, loss: float) -> dict[str, float]:
         """Clip and apply the gradients, or skip the step if they or the loss are not finite."""
@@ -244,149 +263,12 @@ class Learner:
         return {"grad_norm": norm, "skipped": 1.0}
 
 
-class _Seen(NamedTuple):
-    """What a micro-batch's tokens showed; every tensor is [N]."""
-
-    stats: TokenStats
-    entropy: Tensor
-    mask: Tensor
-    fresh: Tensor
-
-
-def _logprobs(
-    policy: PeftModel, batch: Batch, temperature: float, max_logits: int = MAX_LOGITS
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each sampled token, with gradient, and the entropy of its distribution: [N] float32.
-
-    The head sees only the places that predict something; when tokens × vocabulary pass `max_logits`, part by
-    part, and once more in backward, so that all the logits are never held together.
-    """
-    backbone, head = _parts(policy)
-    hidden = backbone(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        use_cache=False,
-    ).last_hidden_state.flatten(0, 1)
-
-    def of(predictor: Tensor, target: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        places, place = predictor.unique(return_inverse=True)  # siblings share places: one row of logits each
-        logits = head(hidden.index_select(0, places)).float() / temperature
-        logprobs = logits.log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs[place, target], entropy[place]
-
-    at_once = max(1, max_logits // head.weight.shape[0])
-    if len(batch.predictor) <= at_once:
-        return of(batch.predictor, batch.target, hidden)
-    parts = [
-        checkpoint(of, predictor, target, hidden, use_reentrant=False)
-        for predictor, target in zip(batch.predictor.split(at_once), batch.target.split(at_once), strict=True)
-    ]
-    return torch.cat([lp for lp, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-def _parts(policy: PeftModel) -> tuple[Any, Any]:
-    """The network up to its last hidden state, and the head on it."""
-    causal: Any = policy.get_base_model()
-    return causal.base_model, causal.get_output_embeddings()
-
-
-def _attention_window(policy: PeftModel) -> int | None:
-    """The fewest tokens any layer attends to, if one has a limit: a 4-D mask replaces the model's own."""
-    config: Any = policy.get_base_model().config
-    config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    limits = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    windows = [getattr(config, limits[kind], None) for kind in set(kinds) & set(limits)]
-    return min((window for window in windows if window is not None), default=None)
-
-
-@torch.no_grad()
-def _refuse_unless_packable(policy: PeftModel, model: str) -> None:
-    """Compare a packed row with the model's own forward, sequence by sequence."""
-    causal: Any = policy.get_base_model()
-    backbone, head = _parts(policy)
-    device, exact = causal.device, causal.dtype == torch.float32
-    first = head.weight.shape[0] // 2
-    prompt, answers = (
-        [first + i for i in range(4)],
-        [[first, first + 1, first + 2], [first, first + 3, first + 1]],
-    )
-    batch = pack_answers(prompt, answers).to(device)
-    no_mask = "its attention does not take a 4-D mask; choose another model"
-    try:
-        packed = _logprobs(policy, batch, 1.0)[0]
-    except (TypeError, ValueError) as error:
-        raise Unrecoverable(f"{model} cannot read packed rows ({error}): {no_mask}", exit_code=2) from error
-    for number, answer in enumerate(answers):
-        ids = torch.tensor([prompt + answer], device=device)
-        logits = causal(input_ids=ids, use_cache=False).logits
-        ours = head(backbone(input_ids=ids, use_cache=False).last_hidden_state)
-        if not torch.allclose(logits, ours, rtol=1e-5, atol=1e-5):
+def _check_rewards(groups: Sequence[Group]) -> None:
+    for group in groups:
+        try:
+            refuse_unless_finite(group.rewards)
+        except ValueError as error:
             raise Unrecoverable(
-                f"the logits of {model} are more than its head applied to the last hidden state (a soft cap, "
-                "a scale): such a model cannot be trained here; choose another",
+                f"prompt {group.id}, sampled by {group.worker}: {error}; mend the reward function",
                 exit_code=2,
-            )
-        plain = (
-            logits[0, len(prompt) - 1 : -1]
-            .float()
-            .log_softmax(-1)
-            .gather(1, ids[0, len(prompt) :, None])[:, 0]
-        )
-        error = (packed[batch.completion == number] - plain).abs().max().item()
-        if not error <= (1e-3 if exact else 0.25):
-            raise Unrecoverable(
-                f"{model} gives completions other log-probabilities (by {error:.3g}) packed in one row than each "
-                f"alone: {no_mask}",
-                exit_code=2,
-            )
-
-
-def _advantages(loss: GRPOLoss, group: Group) -> list[float]:
-    try:
-        return loss.advantages(group.rewards)
-    except ValueError as error:
-        raise Unrecoverable(
-            f"prompt {group.id}, sampled by {group.worker}: {error}; mend the reward function", exit_code=2
-        ) from error
-
-
-def _group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths of all completions; reward_std is the mean over groups of σ within one, ddof 0."""
-    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
-    completions = [completion for group in groups for completion in group.completions]
-    lengths = [len(completion.ids) for completion in completions]
-    cut_off = sum(completion.finish_reason == "length" for completion in completions)
-    return {
-        "reward": torch.cat(rewards).mean().item(),
-        "reward_std": torch.stack([r.std(correction=0) for r in rewards]).mean().item(),
-        "completions/mean_length": sum(lengths) / len(lengths),
-        "completions/min_length": float(min(lengths)),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": cut_off / len(completions),
-    }
-
-
-def _token_metrics(seen: Sequence[_Seen]) -> dict[str, float]:
-    """Over all trained tokens; kl is Schulman's k3 of the policy from the sampling one, r − 1 − log r."""
-    mask = torch.cat([s.mask for s in seen])
-    fresh = torch.cat([s.fresh for s in seen])[mask]
-    entropy = torch.cat([s.entropy for s in seen])[mask]
-    log_ratio, ratio, low, high = (
-        torch.cat(parts)[mask] for parts in zip(*[s.stats for s in seen], strict=True)
-    )
-    metrics = {
-        "ratio/mean": ratio.mean(),
-        "ratio/max": ratio.max(),
-        "clip_ratio/low": low.float().mean(),
-        "clip_ratio/high": high.float().mean(),
-        "kl": (log_ratio.expm1() - log_ratio).mean(),
-        "entropy": entropy.mean(),
-    }
-    if fresh.any():
-        metrics["fresh/ratio_mean"] = ratio[fresh].mean()
-        metrics["fresh/log_ratio_max"] = log_ratio[fresh].abs().max()
-    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
+            ) from error

@@ -61,13 +61,15 @@ class Batch:
 class Packed:
     """One optimizer step's micro-batches.
 
-    trained_tokens: sampled tokens with a true loss mask, over all batches.
-    skipped_groups: groups left out because every advantage is 0: they carry no gradient.
-    fill:           share of the batches' places that are not padding; 1 when there are none.
+    trained_tokens:    sampled tokens with a true loss mask, over all batches.
+    trained_sequences: completions that have one.
+    skipped_groups:    groups left out because every advantage is 0.
+    fill:              share of the batches' places that are not padding; 1 when there are none.
     """
 
     batches: list[Batch]
     trained_tokens: int
+    trained_sequences: int
     skipped_groups: int
     fill: float
 
@@ -94,12 +96,14 @@ def pack(
     *,
     row_tokens: int,
     mask_truncated: bool = False,
+    keep_zeros: bool = False,
 ) -> Packed:
     """Lay groups out in micro-batches of at most `row_tokens` places, padding included.
 
-    advantages:     one per completion of each group; a group of zeros is not packed.
+    advantages:     one per completion of each group.
     row_tokens:     a group that needs more gets several rows, each with the prompt.
     mask_truncated: false loss mask on completions with finish_reason "length".
+    keep_zeros:     pack groups whose advantages are all 0, too: they have a gradient if the loss has a KL.
 
     Raises Unrecoverable when a prompt with one completion is longer than `row_tokens`, ValueError when a prompt
     is empty or a completion lacks a log-probability for a token.
@@ -107,7 +111,7 @@ def pack(
     rows: list[_Row] = []
     number, skipped = 0, 0
     for group, values in zip(groups, advantages, strict=True):
-        if any(values):
+        if keep_zeros or any(values):
             rows += _rows(group, values, number, row_tokens)
         else:
             skipped += 1
@@ -118,6 +122,7 @@ def pack(
     return Packed(
         batches=batches,
         trained_tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
+        trained_sequences=sum(len(batch.completion[batch.loss_mask].unique()) for batch in batches),
         skipped_groups=skipped,
         fill=sum(batch.tokens for batch in batches) / places if places else 1.0,
     )

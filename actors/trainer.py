@@ -13,7 +13,7 @@ from ..runtime.files import read_lines, write_whole
 from ..runtime.store import Store
 from .buffer import GroupSource
 from .canary import CANARY
-from .losses import GRPOLoss
+from .losses import Loss
 from .prompts import PromptSource
 from .types import PATIENCE_S, Batch, Group
 
@@ -41,6 +41,7 @@ class Trainer(Actor):
     prompts:          told of every published version, so that it admits new work.
     batch:            groups an optimizer step trains on.
     publish_every, checkpoint_every: in optimizer steps.
+    max_tokens:       the most a completion may have; a loss averaged by "dr" divides by it.
     max_staleness:    versions kept in the store reach this far back, and two further.
 
     Each step is one line in metrics.jsonl. Killed at any moment, it goes on from its last checkpoint: the
@@ -57,7 +58,7 @@ class Trainer(Actor):
         self,
         *,
         model: str,
-        loss: GRPOLoss,
+        loss: Loss,
         lora_rank: int,
         lora_alpha: int,
         lr: float,
@@ -69,6 +70,7 @@ class Trainer(Actor):
         prompts: Ref[PromptSource],
         weights: Store,
         max_staleness: int,
+        max_tokens: int | None = None,
         publish_every: int = 1,
         checkpoint_every: int = 1,
     ) -> None:
@@ -76,7 +78,7 @@ class Trainer(Actor):
         self.lora_rank, self.lora_alpha, self.lr = lora_rank, lora_alpha, lr
         self.steps, self.batch, self.seed = steps, batch, seed
         self.groups, self.prompts, self.weights = groups, prompts, weights
-        self.max_staleness = max_staleness
+        self.max_staleness, self.max_tokens = max_staleness, max_tokens
         self.publish_every, self.checkpoint_every = publish_every, checkpoint_every
 
     def on_start(self) -> None:
@@ -120,6 +122,7 @@ class Trainer(Actor):
             lr=self.lr,
             loss=self.loss,
             temperature=self.temperature,
+            max_tokens=self.max_tokens,
             seed=self.seed,
         )
 

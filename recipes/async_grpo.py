@@ -7,14 +7,14 @@ prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ eval
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from ..actors import outcome
 from ..actors.buffer import Buffer
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
-from ..actors.losses import GRPOLoss
+from ..actors.losses import Loss
 from ..actors.prompts import PromptSource
 from ..actors.reward import Reward
 from ..actors.rollout import RolloutWorker
@@ -50,6 +50,7 @@ class Config:
     engine_python: str = ""  # the interpreter they run in; by default this one
     max_staleness: NotNegative = 2
     inflight_swap: bool = False  # completions go on under a new version, instead of ending under their own
+    loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss
     eval_problems: AtLeastOne = 256
     eval_every: AtLeastOne = 10
 
@@ -77,9 +78,9 @@ def build(config: Config) -> Graph:
         max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(
-        "trainer", Trainer, model=config.model, loss=GRPOLoss(), lora_rank=config.lora_rank,
+        "trainer", Trainer, model=config.model, loss=config.loss, lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha, lr=config.lr, temperature=config.temperature, steps=config.steps,
-        batch=config.batch, seed=config.seed, max_staleness=config.max_staleness,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=config.max_staleness,
         groups=buffer, prompts=prompts, weights=weights,
     )  # fmt: skip
     evaluator = graph.add(

@@ -7,13 +7,13 @@ prompts ─▶ rollout ×N ─▶ trainer ─▶ store ─▶ evaluator
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from ..actors import outcome
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
-from ..actors.losses import GRPOLoss
+from ..actors.losses import Loss
 from ..actors.prompts import PromptSource
 from ..actors.reward import Reward
 from ..actors.rollout import RolloutWorker
@@ -47,6 +47,7 @@ class Config:
     rollout_workers: NotNegative = 2
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
     engine_python: str = ""  # the interpreter they run in; by default this one
+    loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss
     eval_problems: AtLeastOne = 256
     eval_every: AtLeastOne = 10
 
@@ -69,9 +70,9 @@ def build(config: Config) -> Graph:
         engine=config.engine, lora_rank=config.lora_rank, prompts=prompts, reward=reward, weights=weights,
     )  # fmt: skip
     trainer = graph.add(
-        "trainer", Trainer, model=config.model, loss=GRPOLoss(), lora_rank=config.lora_rank,
+        "trainer", Trainer, model=config.model, loss=config.loss, lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha, lr=config.lr, temperature=config.temperature, steps=config.steps,
-        batch=config.batch, seed=config.seed, max_staleness=0,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=0,
         groups=rollout, prompts=prompts, weights=weights,
     )  # fmt: skip
     evaluator = graph.add(

@@ -24,7 +24,7 @@ from .graph import Graph
 from .launch.commands import add_launch_commands
 from .launch.credentials import TOKEN
 from .logs import log_names, read_logs
-from .recipe import configure, load_recipe
+from .recipe import configure, load_recipe, settings_of
 from .remote import CA, is_own_authority
 from .runs import RunFolder, create_run, find_run, named, nobody, resume_run, run_to_resume
 from .show import difference, picture
@@ -244,8 +244,8 @@ def _show(options: argparse.Namespace) -> int:
     config = configure(recipe, options.recipe, options.set)
     say(picture(_build(recipe, options.recipe, config)), sys.stdout)
     say("\nSettings:", sys.stdout)
-    for field in dataclasses.fields(config):
-        say(f"  {field.name} = {getattr(config, field.name)!r}", sys.stdout)
+    for name, value in settings_of(config).items():
+        say(f"  {name} = {value!r}", sys.stdout)
     return 0
 
 

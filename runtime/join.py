@@ -13,7 +13,7 @@ from types import MappingProxyType, ModuleType
 from .errors import Unrecoverable
 from .graph import Graph
 from .link import Link, join
-from .recipe import load_recipe
+from .recipe import from_saved, load_recipe
 from .relay import Joined
 from .remote import GIVE_UP_S, NoAnswer, fetch_about
 from .runs import RunFolder, create_run
@@ -81,7 +81,7 @@ def prepare(
     recipe = load_recipe(name)
     config |= own_settings(recipe, name, settings)
     try:
-        whole = recipe.build(recipe.Config(**config))
+        whole = recipe.build(from_saved(recipe.Config, config))
     except (TypeError, ValueError) as error:
         raise Unrecoverable(
             f"the run's settings don't fit the {name} installed here ({error}): install the version of rolecall "

@@ -1,6 +1,7 @@
 """Loading a recipe: a module with a `Config` dataclass and `build(config) -> Graph`.
 
-A Config's fields may be of the types below, which `--set` holds a value to, or of any with a msgspec.Meta.
+A Config's fields may be of the types below, which `--set` holds a value to, or of any with a msgspec.Meta; or of
+a dataclass, whose own fields are settings with dotted names, as in `--set loss.kind=gspo`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from .errors import Unrecoverable
 
-__all__ = ["AtLeastOne", "AtLeastTwo", "NotNegative", "Positive", "configure", "load_recipe", "recipe_names"]
+__all__ = [
+    "AtLeastOne",
+    "AtLeastTwo",
+    "NotNegative",
+    "Positive",
+    "configure",
+    "from_saved",
+    "load_recipe",
+    "recipe_names",
+    "settings_of",
+]
 
 NotNegative = Annotated[int, Meta(ge=0, le=2**63 - 1, description="whole number from 0 up to 2⁶³ − 1")]
 AtLeastOne = Annotated[int, Meta(ge=1, description="whole number from 1 up")]
@@ -118,28 +129,100 @@ def configure(
 ) -> Any:
     """The recipe's Config with `field=value` settings, each converted to its field's type.
 
-    given: the values of the other fields, as a run has them, instead of the defaults.
+    given: the saved values of the other fields, of a run that has them, instead of the defaults.
 
     Raises Unrecoverable (exit code 2) that names the setting and what would be right.
     """
-    hints = get_type_hints(recipe.Config, include_extras=True)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(recipe.Config)}
-    values = dict(given or {})
+    fields = _fields(recipe.Config)
+    values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise Unrecoverable(f"--set {setting}: write it as field=value", exit_code=2)
         if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise Unrecoverable(
-                f"{name} has no setting {key!r}{hint} It has: {', '.join(sorted(fields))}", exit_code=2
-            )
+            raise _no_setting(name, key, fields)
         values[key] = _convert(name, key, text, fields[key])
     try:
-        return recipe.Config(**values)
+        return _with(recipe.Config, from_saved(recipe.Config, given) if given else None, values)
     except (TypeError, ValueError) as error:  # TypeError: a field without a default was not set
         raise Unrecoverable(f"{name}: {error}", exit_code=2) from error
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Each setting's value by its dotted name."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            settings |= {f"{field.name}.{key}": own for key, own in settings_of(value).items()}
+        else:
+            settings[field.name] = value
+    return settings
+
+
+def from_saved(kind: Any, saved: object) -> Any:
+    """The dataclass `kind` from what `dataclasses.asdict` made of one, by way of JSON.
+
+    Raises TypeError for what it has no field for, and whatever it raises for values that can't be.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{kind.__name__} cannot be {saved!r}")
+    parts = _parts(kind)
+    return kind(
+        **{key: from_saved(parts[key], value) if key in parts else value for key, value in saved.items()}
+    )
+
+
+def _parts(kind: Any) -> dict[str, Any]:
+    """The fields that are dataclasses, and so hold settings of their own."""
+    hints = get_type_hints(kind)
+    return {
+        f.name: hints[f.name] for f in dataclasses.fields(kind) if dataclasses.is_dataclass(hints[f.name])
+    }
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The type of each setting by its dotted name."""
+    hints, parts = get_type_hints(kind, include_extras=True), _parts(kind)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.name in parts:
+            own = _fields(parts[field.name])
+            fields |= {f"{field.name}.{key}": hint for key, hint in own.items()}
+        else:
+            fields[field.name] = hints[field.name]
+    return fields
+
+
+def _with(kind: Any, base: Any, values: Mapping[str, Any]) -> Any:
+    """`base`, or where it is None a new `kind`, with these values by dotted name."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    for name, part in _parts(kind).items():
+        start = f"{name}."
+        below = {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+        if below:
+            own[name] = _with(part, _default(kind, name) if base is None else getattr(base, name), below)
+    return kind(**own) if base is None else dataclasses.replace(base, **own)
+
+
+def _default(kind: Any, name: str) -> Any:
+    (field,) = [field for field in dataclasses.fields(kind) if field.name == name]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _no_setting(recipe: str, key: str, fields: Mapping[str, Any]) -> Unrecoverable:
+    below = [name for name in fields if name.startswith(f"{key}.")]
+    if below:
+        return Unrecoverable(
+            f"{recipe}: {key} is several settings; set one of them: {', '.join(below)}", exit_code=2
+        )
+    close = difflib.get_close_matches(key, fields, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return Unrecoverable(
+        f"{recipe} has no setting {key!r}{hint} It has: {', '.join(sorted(fields))}", exit_code=2
+    )
 
 
 def _convert(recipe: str, key: str, text: str, kind: Any) -> Any:
@@ -148,4 +231,13 @@ def _convert(recipe: str, key: str, text: str, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         described = [meta.description for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, Meta)]
         wanted = next(filter(None, described), f"{getattr(kind, '__name__', kind)}: {error}")
+        if choices := _choices(kind):
+            wanted = f"value it can have: {', '.join(choices)}"
         raise Unrecoverable(f"{recipe}: {key}={text!r} is not a {wanted}", exit_code=2) from error
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a Literal, or of one that may also be None."""
+    kinds = [kind] if get_origin(kind) is Literal else get_args(kind)
+    literals = [one for one in kinds if get_origin(one) is Literal]
+    return [str(value) for literal in literals for value in get_args(literal)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+
 from .graph import Graph, Role, Subtree
+from .recipe import settings_of
 from .ref import Ref
 
 __all__ = ["difference", "picture"]
@@ -49,6 +52,15 @@ def _title(role: Role) -> str:
     return role.name if role.replicas == 1 else f"{role.name} ×{role.replicas}"
 
 
+def _texts(value: object) -> dict[str, str]:
+    """What an argument is; of one with settings of its own, each, by its dotted name."""
+    if isinstance(value, Ref):
+        return {"": f"─▶ {value.name}"}
+    if is_dataclass(value):
+        return {f".{name}": repr(own) for name, own in settings_of(value).items()}
+    return {"": repr(value)}
+
+
 def _facts(graph: Graph) -> dict[str, str]:
     facts = {"restarts": graph.strategy.value, "ends with": ", ".join(graph.ends_with)}
     for role in graph:
@@ -58,7 +70,6 @@ def _facts(graph: Graph) -> dict[str, str]:
         if role.python:
             facts[f"{role.name} runs in"] = role.python
         for argument, value in role.kwargs.items():
-            text = f"─▶ {value.name}" if isinstance(value, Ref) else repr(value)
-            facts[f"{role.name}.{argument}"] = text
+            facts |= {f"{role.name}.{argument}{name}": text for name, text in _texts(value).items()}
     facts |= {_roles(subtree): _restarts(subtree) for subtree in graph.subtrees}
     return facts

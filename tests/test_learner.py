@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from rolecall.actors.learner import Learner, _logprobs
-from rolecall.actors.losses import GRPOLoss
+from rolecall.actors.learner import Learner
+from rolecall.actors.logprobs import logprobs
+from rolecall.actors.losses import Loss
 from rolecall.actors.packing import pack
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.errors import Unrecoverable
 from torch import Tensor
+
+from .losses import LOSSES, name_of
 
 VOCABULARY = 437  # of the shipped model; the random ones have at least as many
 
@@ -24,7 +27,7 @@ def learner(model: str = "tiny", **changes) -> Learner:
         "rank": 4,
         "alpha": 8,
         "lr": 1e-3,
-        "loss": GRPOLoss(),
+        "loss": Loss(),
         "temperature": 0.8,
         "seed": 0,
         "device": "cpu",
@@ -140,7 +143,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(model, row_tokens, req
     expected = [c.logprobs for group in batch_of for c in group.completions]
     seen = set()
     for batch in pack(batch_of, [[1.0] * 4] * 4, row_tokens=row_tokens).batches:
-        lp, entropy = _logprobs(policy._policy, batch, policy._temperature)
+        lp, entropy = logprobs(policy._policy, batch, policy._temperature)
         for number in batch.completion.unique().tolist():
             seen.add(number)
             assert lp[batch.completion == number].tolist() == pytest.approx(expected[number], abs=1e-5)
@@ -155,11 +158,35 @@ def test_the_head_in_parts_gives_the_same_numbers_and_gradient() -> None:
     results = []
     for max_logits in (1 << 25, 448 * 5):
         policy._optimizer.zero_grad()
-        lp, entropy = _logprobs(policy._policy, batch, 0.8, max_logits)
+        lp, entropy = logprobs(policy._policy, batch, 0.8, max_logits)
         (lp * torch.arange(len(lp))).sum().backward()
         results.append((lp.detach(), entropy, gradient(policy)))
     for whole, parts in zip(*results, strict=True):
         assert torch.allclose(whole, parts, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
+@pytest.fixture(scope="module")
+def still() -> tuple[Learner, list[Group]]:
+    """A policy that no step moves, and groups that another one sampled."""
+    policy = learner(max_grad_norm=1e9, lr=0.0, max_tokens=16)
+    stir(policy)
+    batch_of = groups(policy, count=3)
+    stir(policy, seed=1)
+    return policy, batch_of
+
+
+@pytest.mark.parametrize(
+    "loss", [*LOSSES, Loss(kl_coef=0.1), Loss(kind="gspo", mask_truncated=True)], ids=name_of
+)
+def test_packed_in_any_way_or_one_by_one_every_loss_has_the_same_gradient(still, loss: Loss) -> None:
+    policy, batch_of = still
+    policy._loss, policy._row_tokens = loss, 1 << 16
+    whole = policy.step(batch_of, version=3)
+    expected = gradient(policy)
+    policy._row_tokens = 27  # the longest prompt and completion: nearly every completion by itself
+    metrics = policy.step(batch_of[::-1], version=3)
+    assert metrics == pytest.approx(whole | {"row_fill": metrics["row_fill"]}, rel=1e-4, abs=1e-6)
+    assert float((gradient(policy) - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
 @pytest.mark.parametrize("row_tokens", [32, 64, 200, 4096])
@@ -251,14 +278,30 @@ def test_nothing_to_train_changes_nothing() -> None:
     same = [change(group, reward=1.0) for group in groups(policy)]
     metrics = policy.step(same, version=3)
     assert (metrics["loss"], metrics["grad_norm"], metrics["zero_variance_share"]) == (0, 0, 1)
-    masked = learner(loss=GRPOLoss(mask_truncated=True))
+    masked = learner(loss=Loss(mask_truncated=True))
     metrics = masked.step([change(group, finish_reason="length") for group in groups(policy)], version=3)
     assert (metrics["loss"], metrics["grad_norm"], metrics["tokens_trained"]) == (0, 0, 0)
     assert policy.adapter() == masked.adapter() == before
 
 
-def test_steps_raise_what_was_rewarded_and_lower_what_was_not() -> None:
-    policy = learner(lr=3e-3, temperature=1.0)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Loss(),
+        Loss(kind="dr_grpo"),
+        Loss(kind="gspo"),
+        Loss(kind="cispo"),
+        Loss(kind="reinforce"),
+        Loss(kind="reinforce", centre="leave_one_out", scale="none", correction="tis"),
+        Loss(kind="dual_clip"),
+        Loss(scale="batch_std", aggregation="seq_mean", correction="mis"),
+        Loss(correction="icepop", correction_level="sequence"),
+        Loss(kl_coef=0.01),
+    ],
+    ids=name_of,
+)
+def test_steps_raise_what_was_rewarded_and_lower_what_was_not(loss: Loss) -> None:
+    policy = learner(lr=3e-3, temperature=1.0, loss=loss, max_tokens=16)
     batch_of = groups(policy)
 
     def shift() -> tuple[float, float]:
@@ -273,7 +316,81 @@ def test_steps_raise_what_was_rewarded_and_lower_what_was_not() -> None:
         policy.step(batch_of, version=3)
     rewarded, unrewarded = shift()
     assert rewarded > 1
-    assert unrewarded < -1
+    assert unrewarded < rewarded - 5
+    # Siblings begin alike, and a weight of r lets what was raised pull them up: only the others push them down, too.
+    if loss.kind != "cispo" and loss.correction == "none":
+        assert unrewarded < -1
+
+
+def test_the_reference_is_the_base_model() -> None:
+    policy = learner(loss=Loss(kl_coef=0.5), lr=0.0)
+    base = learner(loss=Loss(kl_coef=0.5), lr=0.0)
+    stir(policy)
+    batch_of = groups(policy)
+    ids = [(group.prompt_ids, c.ids) for group in batch_of for c in group.completions]
+    d = torch.cat([plain_logprobs(base, *one) - plain_logprobs(policy, *one) for one in ids])
+    metrics = policy.step(batch_of, version=3)
+    assert metrics["kl_ref"] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-4)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-8), "of the policy from the sampling one: it is the same"
+    # The adapter is back on, and trained, after each micro-batch.
+    assert policy.step(batch_of, version=3) == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+    # A fresh adapter adds nothing, so there the policy is its reference.
+    assert base.step(groups(base), version=3)["kl_ref"] == pytest.approx(0, abs=1e-8)
+
+
+def test_groups_without_variance_are_trained_if_the_loss_has_a_reference() -> None:
+    without, held = learner(), learner(loss=Loss(kl_coef=0.1))
+    for policy in (without, held):
+        stir(policy)
+    same = [change(group, reward=1.0) for group in groups(held)]
+    assert without.step(same, version=3)["tokens_trained"] == 0
+    metrics = held.step(same, version=3)
+    assert metrics["tokens_trained"] == sum(len(c.ids) for group in same for c in group.completions)
+    assert metrics["zero_variance_share"] == 1
+    assert metrics["grad_norm"] > 0
+    assert metrics["loss"] == pytest.approx(0.1 * metrics["kl_ref"])
+
+
+def test_rewards_that_are_not_centred_train_groups_without_variance() -> None:
+    policy = learner(loss=Loss(kind="reinforce", centre="none"))
+    metrics = policy.step([change(group, reward=1.0) for group in groups(policy)], version=3)
+    assert metrics["tokens_trained"] > 0 and metrics["grad_norm"] > 0
+    assert metrics["zero_variance_share"] == 0
+
+
+def test_a_correction_shows_in_the_metrics() -> None:
+    policy = learner(loss=Loss(correction="tis", correction_cap=1.5))
+    batch_of = groups(policy)
+    older = [
+        replace(g, completions=[replace(c, logprobs=[lp - 0.1 for lp in c.logprobs]) for c in g.completions])
+        for g in batch_of
+    ]
+    metrics = policy.step(older, version=3)
+    assert metrics["correction/weight_mean"] == pytest.approx(2.718281828**0.1, rel=1e-5)
+    assert metrics["correction/cut_share"] == 0
+    assert policy.step(batch_of, version=3).keys() == metrics.keys()
+    assert "kl_ref" not in metrics
+    assert not any(key.startswith("correction") for key in learner().step(batch_of, version=3))
+
+
+def test_dr_divides_by_every_completion_and_the_most_tokens_one_may_have() -> None:
+    policy, plain = learner(loss=Loss(kind="dr_grpo"), max_tokens=20, lr=0.0), learner(lr=0.0)
+    batch_of = groups(policy)
+    batch_of[0] = change(batch_of[0], reward=1.0)  # counts, though it isn't trained
+    policy.step(batch_of, version=3)
+    metrics = plain.step(batch_of, version=3)
+    # On-policy the same gradient but for σ = ½ and the divisor; both below the norm they are clipped to, or scaled.
+    ours, theirs = gradient(policy), gradient(plain)
+    assert torch.allclose(ours / ours.norm(), theirs / theirs.norm(), atol=1e-5)
+    norm = metrics["grad_norm"] * 0.5 * metrics["tokens_trained"] / (16 * 20)
+    assert policy.step(batch_of, version=3)["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_dr_needs_to_know_the_most_tokens_a_completion_may_have() -> None:
+    for loss in (Loss(kind="dr_grpo"), Loss(aggregation="dr")):
+        with pytest.raises(Unrecoverable, match="give the trainer max_tokens") as caught:
+            learner(loss=loss)
+        assert caught.value.exit_code == 2
 
 
 def test_a_restored_run_goes_on_bit_for_bit() -> None:

@@ -114,6 +114,13 @@ def test_sync_with_settings(tmp_path: Path):
     assert "in 5 steps" in _run([*_arguments("rolecall run sync_grpo"), *FEW_PROBLEMS], tmp_path)
 
 
+def test_another_loss(tmp_path: Path):
+    run = _arguments("rolecall run async_grpo --set loss.kind")
+    assert "in 5 steps" in _run([*run, *FEW_PROBLEMS], tmp_path)
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    assert all("kl_ref" in line for line in lines(metrics))
+
+
 def test_files_of_ones_own(tmp_path: Path):
     for kind, body in BLOCKS:
         if kind == "python":

@@ -28,7 +28,7 @@ DIFFERENCE = """\
 + buffer.capacity: 48
 + buffer.max_staleness: 2
 + buffer.prompts: ─▶ prompts
-+ buffer.weights: Store(url='file://')
++ buffer.weights.url: 'file://'
 + rollout elastic: yes
 + rollout.max_staleness: 2
 + rollout.inflight_swap: False
