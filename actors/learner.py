@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..runtime.errors import Unrecoverable
 from .advantages import refuse_unless_finite
+from .attention import backend_for
 from .canary import Canary, canary_tokens
 from .logprobs import attention_window, logprobs, parts, refuse_unless_packable
 from .losses import Loss
@@ -34,6 +35,7 @@ __all__ = ["Learner"]
 log = logging.getLogger("rolecall")
 
 BAD_STEPS_IN_A_ROW = 3
+ROW_TOKENS, ROW_TOKENS_JOINED = 4096, 16384
 
 
 class Learner:
@@ -43,7 +45,8 @@ class Learner:
                    mask; tried here on a few tokens: Unrecoverable if not.
     temperature:   the one the completions were sampled at; logits are divided by it.
     max_tokens:    the most tokens a completion may have; a loss averaged by "dr" divides by it.
-    row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit.
+    row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit. By default
+                   4,096, or 16,384 on a GPU.
     max_grad_norm: gradients of a larger 2-norm are scaled down to it.
     device:        a torch device; None for the best there is. The base model is float32 on "cpu", else bfloat16.
 
@@ -62,7 +65,7 @@ class Learner:
         temperature: float,
         seed: int,
         max_tokens: int | None = None,
-        row_tokens: int = 4096,
+        row_tokens: int | None = None,
         max_grad_norm: float = 1.0,
         device: str | None = None,
     ) -> None:
@@ -77,7 +80,11 @@ class Learner:
             )
         self._device = device or pick_device()
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
-        base = load_model(model, device=self._device, dtype=dtype)
+        attention = backend_for(self._device)
+        self._joined = attention == "flex_attention"
+        base = load_model(
+            model, device=self._device, dtype=dtype, attention=attention if self._joined else None
+        )
         self._policy = add_lora(base, rank=rank, alpha=alpha, seed=seed)
         self._weights = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
@@ -85,12 +92,14 @@ class Learner:
         )
         self._model, self._seed = model, seed
         self._loss, self._temperature, self._max_tokens = loss, temperature, max_tokens or 0
-        self._row_tokens, self._max_grad_norm = row_tokens, max_grad_norm
+        self._row_tokens = row_tokens or (ROW_TOKENS_JOINED if self._joined else ROW_TOKENS)
+        self._max_grad_norm = max_grad_norm
         self._settings = {"rank": rank, "alpha": alpha}
         self._counters = {"steps": 0, "skipped": 0, "skipped_in_a_row": 0}
         self._window = attention_window(self._policy)
         self._vocabulary: int = parts(self._policy)[1].weight.shape[0]
         refuse_unless_packable(self._policy, model)
+        log.info("training %s on %s, in %s, attention by %s", model, self._device, dtype, attention)
 
     def step(self, groups: Sequence[Group], *, version: int) -> dict[str, float]:
         """One optimizer step over whole groups; gives its metrics.
@@ -113,6 +122,7 @@ class Learner:
             own,
             advantages,
             row_tokens=self._row_tokens,
+            joined=self._joined,
             mask_truncated=self._loss.mask_truncated,
             keep_zeros=self._loss.trains_equal_groups,
         )
@@ -133,7 +143,7 @@ class Learner:
     def canary(self) -> Canary:
         """What this policy says of the run's canary tokens: computed as in a step, at temperature 1."""
         prompt_ids, ids = self._canary_tokens
-        batch = pack_answers(prompt_ids, [ids]).to(self._device)
+        batch = pack_answers(prompt_ids, [ids], joined=self._joined).to(self._device)
         with torch.no_grad():
             lp = logprobs(self._policy, batch, 1.0)[0]
         causal: Any = self._policy.get_base_model()

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.pytorch_utils import Conv1D
 
 from ..runtime.errors import RolecallError, Unrecoverable
+from .attention import Backend
 from .tiny import BASE
 
 __all__ = [
@@ -70,17 +71,22 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise _cannot_load("the tokenizer of ", model, error) from error
 
 
-def load_model(model: str, *, device: str, dtype: str | torch.dtype) -> PreTrainedModel:
+def load_model(
+    model: str, *, device: str, dtype: str | torch.dtype, attention: Backend | None = None
+) -> PreTrainedModel:
     """The causal language model of "tiny", a folder or a Hugging Face id: frozen, and in evaluation mode.
 
-    dtype: a torch.dtype or its name, such as "float32". Raises Unrecoverable when it cannot be loaded.
+    dtype: a torch.dtype or its name, such as "float32". attention: None for what suits the model best.
+    Raises Unrecoverable when it cannot be loaded.
     """
     number = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(number, torch.dtype):
         raise Unrecoverable(f"torch has no dtype {dtype!r}: use float32, bfloat16 or float16", exit_code=2)
     transformers.utils.logging.disable_progress_bar()  # a worker's log is not a terminal
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(_source(model), dtype=number)
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            _source(model), dtype=number, attn_implementation=attention
+        )
         network.to(device)
     except _LOAD_ERRORS as error:
         raise _cannot_load("", model, error) from error
