@@ -156,11 +156,13 @@ def settings_of(config: Any) -> dict[str, Any]:
     return settings
 
 
-def from_saved(kind: Any, saved: Mapping[str, Any]) -> Any:
+def from_saved(kind: Any, saved: object) -> Any:
     """The dataclass `kind` from what `dataclasses.asdict` made of one, by way of JSON.
 
     Raises TypeError for what it has no field for, and whatever it raises for values that can't be.
     """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{kind.__name__} cannot be {saved!r}")
     parts = _parts(kind)
     return kind(
         **{key: from_saved(parts[key], value) if key in parts else value for key, value in saved.items()}

@@ -72,8 +72,10 @@ def test_show_lists_every_role_and_setting(capsys: pytest.CaptureFixture[str]):
     graph = async_grpo.build(async_grpo.Config())
     for role in graph:
         assert re.search(rf"^  {role.name}\b.*{role.actor.__name__}", out, re.MULTILINE)
-    settings = dict(re.findall(r"^  (\w+) = (.*)$", out, re.MULTILINE))
-    assert list(settings) == list(async_grpo.Config.__dataclass_fields__)
+    settings = dict(re.findall(r"^  ([\w.]+) = (.*)$", out, re.MULTILINE))
+    fields = dict.fromkeys(name.partition(".")[0] for name in settings)
+    assert list(fields) == list(async_grpo.Config.__dataclass_fields__)
+    assert settings["loss.kind"] == "'grpo'"
     assert (settings["steps"], settings["model"], settings["lr"]) == ("7", "'a/b'", "0.001")
 
 

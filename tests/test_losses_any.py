@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rolecall.actors.losses import Loss
 from rolecall.actors.objectives import MAX_LOG_RATIO, Totals
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .losses import LOSSES, name_of, run
 
-every = pytest.mark.parametrize(
-    "loss", [*LOSSES, Loss(kl_coef=0.1), Loss(kind="cispo", kl_coef=1, kl="k2")], ids=name_of
-)
+WITH_KL = [Loss(kl_coef=0.1), Loss(kind="cispo", kl_coef=1, kl="k2"), Loss(kl_coef=0.1, correction="tis")]
+every = pytest.mark.parametrize("loss", [*LOSSES, *WITH_KL], ids=name_of)
+few = settings(max_examples=6)  # of each of more than a hundred losses
 
 token = st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.floats(-9, 0))
 completion = st.tuples(
@@ -55,6 +55,7 @@ class Step:
 
 
 @every
+@few
 @given(drawn=steps, seed=st.integers(0, 2**32))
 def test_any_split_and_order_gives_the_same_loss_and_gradient(loss: Loss, drawn, seed: int) -> None:
     step = Step(drawn)
@@ -73,6 +74,7 @@ def test_any_split_and_order_gives_the_same_loss_and_gradient(loss: Loss, drawn,
 
 
 @every
+@few
 @given(drawn=steps)
 def test_what_is_masked_may_be_anything(loss: Loss, drawn) -> None:
     step = Step(drawn)

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 from rolecall import Unrecoverable
-from rolecall.runtime.recipe import configure, load_recipe, recipe_names
+from rolecall.actors.losses import Loss
+from rolecall.runtime.recipe import configure, from_saved, load_recipe, recipe_names, settings_of
 
 RECIPE = """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Annotated, Literal
 
+from msgspec import Meta
 from rolecall import Graph
 
 class Speed(Enum):
     SLOW = "slow"
     FAST = "fast"
+
+@dataclass(frozen=True)
+class Decay:
+    rate: float = 0.5
+    every: Annotated[int, Meta(ge=1, description="whole number from 1 up")] = 10
+
+@dataclass(frozen=True)
+class Schedule:
+    kind: Literal["flat", "none"] | None = None
+    warmup: int = 0
+    decay: Decay = Decay(every=20)
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0:
+            raise ValueError(f"warmup {self.warmup}: from 0 up")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -31,6 +50,7 @@ class Config:
     limit: int | None = None
     mode: Literal["a", "b"] = "a"
     speed: Speed = Speed.SLOW
+    schedule: Schedule = field(default_factory=lambda: Schedule(warmup=5))
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -190,12 +210,61 @@ def test_settings_become_their_fields_types(recipe: ModuleType):
     assert configure(recipe, "example", ["limit=null"]).limit is None
 
 
+def test_settings_of_settings_have_dotted_names(recipe: ModuleType):
+    config = configure(recipe, "example", ["schedule.kind=none", "schedule.decay.rate=0.1", "steps=5"])
+    assert (config.steps, config.schedule.kind, config.schedule.warmup) == (5, "none", 5)
+    assert (config.schedule.decay.rate, config.schedule.decay.every) == (0.1, 20)
+    assert configure(recipe, "example", ["schedule.kind=null"]) == recipe.Config()
+    flat = settings_of(config)
+    assert list(flat)[-4:] == [
+        "schedule.kind", "schedule.warmup", "schedule.decay.rate", "schedule.decay.every"
+    ]  # fmt: skip
+    assert (flat["steps"], flat["schedule.decay.rate"]) == (5, 0.1)
+
+
+def test_a_setting_of_settings_without_a_default(tmp_path: Path):
+    path = tmp_path / "needy.py"
+    lazy = "field(default_factory=lambda: Schedule(warmup=5))"
+    path.write_text(RECIPE.replace(f"schedule: Schedule = {lazy}", "schedule: Schedule"))
+    needy = load_recipe(str(path))
+    assert configure(needy, "needy", ["schedule.warmup=2"]).schedule == needy.Schedule(warmup=2)
+    assert "'schedule'" in refused(needy, "steps=2")
+
+
+def test_a_config_comes_back_from_a_runs_json(recipe: ModuleType):
+    config = configure(recipe, "example", ["schedule.kind=flat", "schedule.decay.every=3", "limit=7"])
+    saved = msgspec.json.decode(msgspec.json.encode(dataclasses.asdict(config)))
+    del saved["speed"]  # an enum's value stays what JSON has for it
+    assert from_saved(recipe.Config, saved) == config
+    assert from_saved(recipe.Config, {}) == recipe.Config()
+    for wrong in ({"stepz": 1}, {"schedule": {"knid": "flat"}}, {"schedule": 7}):
+        with pytest.raises(TypeError):
+            from_saved(recipe.Config, wrong)
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
+def test_a_recipes_loss_is_set_and_comes_back(name: str):
+    module = load_recipe(name)
+    config = configure(module, name, ["loss.kind=gspo", "loss.clip_high=0.28", "loss.correction=tis"])
+    assert config.loss == Loss(kind="gspo", clip_high=0.28, correction="tis")
+    [trainer] = [role for role in module.build(config) if role.name == "trainer"]
+    assert trainer.kwargs["loss"] == config.loss
+    saved = msgspec.json.decode(msgspec.json.encode(dataclasses.asdict(config)))
+    assert from_saved(module.Config, saved) == config
+
+
 def test_a_setting_that_is_not_there(recipe: ModuleType):
     text = refused(recipe, "stepz=4")
     assert text.startswith(
         "example has no setting 'stepz'; did you mean 'steps'? It has: limit, lr, mode, model"
     )
     assert refused(recipe, "quux=4").startswith("example has no setting 'quux'. It has:")
+    assert "has no setting 'schedule.knid'; did you mean 'schedule.kind'?" in refused(
+        recipe, "schedule.knid=flat"
+    )
+    assert refused(recipe, "schedule.decay=flat") == (
+        "example: schedule.decay is several settings; set one of them: schedule.decay.rate, schedule.decay.every"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +274,11 @@ def test_a_setting_that_is_not_there(recipe: ModuleType):
         ("steps=many", "steps='many' is not a int"),
         ("steps=1.5", "steps='1.5' is not a int"),
         ("shuffle=perhaps", "shuffle='perhaps' is not a bool"),
-        ("mode=c", "mode='c' is not a"),
+        ("mode=c", "mode='c' is not a value it can have: a, b"),
+        ("schedule.kind=c", "schedule.kind='c' is not a value it can have: flat, none"),
+        ("schedule.warmup=-1", "example: warmup -1: from 0 up"),
+        ("schedule.warmup=x", "schedule.warmup='x' is not a int"),
+        ("schedule.decay.every=0", "schedule.decay.every='0' is not a whole number from 1 up"),
         ("speed=faster", "speed='faster' is not a Speed"),
         ("steps=0", "steps=0: at least 1"),
     ],
