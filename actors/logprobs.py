@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..runtime.errors import Unrecoverable
 from .attention import Backend, attention_mask
@@ -18,7 +19,14 @@ from .packing import Batch, pack_answers
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["attention_backend", "attention_window", "logprobs", "parts", "refuse_unless_packable"]
+__all__ = [
+    "attention_backend",
+    "attention_window",
+    "logprobs",
+    "parts",
+    "recompute_layers",
+    "refuse_unless_packable",
+]
 
 MAX_LOGITS = 1 << 25  # tokens × vocabulary held at once: 128 MiB of float32
 
@@ -67,6 +75,21 @@ def parts(policy: PeftModel) -> tuple[Any, Any]:
     """The network up to its last hidden state, and the head on it."""
     causal: Any = policy.get_base_model()
     return causal.base_model, causal.get_output_embeddings()
+
+
+def recompute_layers(policy: PeftModel) -> None:
+    """From now on keep of each layer only what goes into it, and compute the rest again in backward.
+
+    Raises Unrecoverable for a model whose layers can't.
+    """
+    causal: Any = policy.get_base_model()
+    try:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise Unrecoverable(f"the layers of this model can't be computed again: {error}") from error
+    for layer in causal.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # only so does it do it; what is in it stays in evaluation mode
 
 
 def attention_window(policy: PeftModel) -> int | None:
