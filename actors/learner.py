@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ..runtime.errors import Unrecoverable
 from .advantages import refuse_unless_finite
+from .attention import backend_for
 from .canary import Canary, canary_tokens
-from .logprobs import attention_window, logprobs, parts, refuse_unless_packable
+from .logprobs import attention_window, logprobs, parts, recompute_layers, refuse_unless_packable
+from .lora import Lora
 from .losses import Loss
 from .metrics import Seen, group_metrics, token_metrics
 from .model import adapter_files, add_lora, load_model, load_tokenizer, pick_device
@@ -34,6 +36,7 @@ __all__ = ["Learner"]
 log = logging.getLogger("rolecall")
 
 BAD_STEPS_IN_A_ROW = 3
+ROW_TOKENS, ROW_TOKENS_JOINED = 4096, 16384
 
 
 class Learner:
@@ -43,7 +46,8 @@ class Learner:
                    mask; tried here on a few tokens: Unrecoverable if not.
     temperature:   the one the completions were sampled at; logits are divided by it.
     max_tokens:    the most tokens a completion may have; a loss averaged by "dr" divides by it.
-    row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit.
+    row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit. By default
+                   4,096, or 16,384 on a GPU.
     max_grad_norm: gradients of a larger 2-norm are scaled down to it.
     device:        a torch device; None for the best there is. The base model is float32 on "cpu", else bfloat16.
 
@@ -55,14 +59,13 @@ class Learner:
         self,
         model: str,
         *,
-        rank: int,
-        alpha: int,
+        lora: Lora,
         lr: float,
         loss: Loss,
         temperature: float,
         seed: int,
         max_tokens: int | None = None,
-        row_tokens: int = 4096,
+        row_tokens: int | None = None,
         max_grad_norm: float = 1.0,
         device: str | None = None,
     ) -> None:
@@ -77,20 +80,31 @@ class Learner:
             )
         self._device = device or pick_device()
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
-        base = load_model(model, device=self._device, dtype=dtype)
-        self._policy = add_lora(base, rank=rank, alpha=alpha, seed=seed)
+        attention = backend_for(self._device)
+        self._joined = attention == "flex_attention"
+        base = load_model(
+            model,
+            device=self._device,
+            dtype=dtype,
+            attention=attention if self._joined else None,
+            four_bit=lora.qlora,
+        )
+        self._policy = add_lora(base, lora, seed=seed)
         self._weights = {name: p for name, p in self._policy.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
             self._weights.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self._model, self._seed = model, seed
         self._loss, self._temperature, self._max_tokens = loss, temperature, max_tokens or 0
-        self._row_tokens, self._max_grad_norm = row_tokens, max_grad_norm
-        self._settings = {"rank": rank, "alpha": alpha}
+        self._row_tokens = row_tokens or (ROW_TOKENS_JOINED if self._joined else ROW_TOKENS)
+        self._max_grad_norm = max_grad_norm
+        self._recomputes = False
+        self._settings = {"rank": lora.rank, "scaling": lora.scaling}
         self._counters = {"steps": 0, "skipped": 0, "skipped_in_a_row": 0}
         self._window = attention_window(self._policy)
         self._vocabulary: int = parts(self._policy)[1].weight.shape[0]
         refuse_unless_packable(self._policy, model)
+        log.info("training %s on %s, in %s, attention by %s", model, self._device, dtype, attention)
 
     def step(self, groups: Sequence[Group], *, version: int) -> dict[str, float]:
         """One optimizer step over whole groups; gives its metrics.
@@ -113,6 +127,7 @@ class Learner:
             own,
             advantages,
             row_tokens=self._row_tokens,
+            joined=self._joined,
             mask_truncated=self._loss.mask_truncated,
             keep_zeros=self._loss.trains_equal_groups,
         )
@@ -120,11 +135,13 @@ class Learner:
         metrics = {**group_metrics(groups), "lr": float(self._optimizer.param_groups[0]["lr"])}
         metrics |= {"zero_variance_share": (equal + foreign) / len(groups), "row_fill": packed.fill}
         metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(foreign)}
+        metrics |= {"tokens_forwarded": float(sum(batch.tokens for batch in packed.batches))}
         if packed.trained_tokens == 0:
             return metrics | {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
         versions = [group.version for group in own for _ in group.completions]
-        metrics |= self._accumulate(packed, torch.tensor(versions, device=self._device) == version)
-        return metrics | self._update(metrics["loss"])
+        fresh = torch.tensor(versions, device=self._device) == version
+        summed = self._accumulate_within_memory(packed, fresh)
+        return metrics | summed | self._update(summed["loss"])
 
     def adapter(self) -> dict[str, bytes]:
         """The adapter as peft's files, by name."""
@@ -133,7 +150,7 @@ class Learner:
     def canary(self) -> Canary:
         """What this policy says of the run's canary tokens: computed as in a step, at temperature 1."""
         prompt_ids, ids = self._canary_tokens
-        batch = pack_answers(prompt_ids, [ids]).to(self._device)
+        batch = pack_answers(prompt_ids, [ids], joined=self._joined).to(self._device)
         with torch.no_grad():
             lp = logprobs(self._policy, batch, 1.0)[0]
         causal: Any = self._policy.get_base_model()
@@ -217,6 +234,25 @@ class Learner:
             "worker, which samples another model", group.id, group.worker, largest, self._vocabulary - 1,
         )  # fmt: skip
         return True
+
+    def _accumulate_within_memory(self, packed: Packed, fresh: Tensor) -> dict[str, float]:
+        """Once more from the start if there is too little memory, and with less kept for backward from now on."""
+        while True:
+            try:
+                return self._accumulate(packed, fresh)
+            except torch.OutOfMemoryError as error:
+                if self._recomputes:
+                    raise Unrecoverable(
+                        f"a micro-batch of {self._row_tokens} tokens does not fit into memory, though all layers are "
+                        f"computed again in backward ({error}): shorten max_tokens, or take a larger GPU"
+                    ) from error
+            # Not in the handler: its traceback holds what has to be let go.
+            log.warning(
+                "not enough memory to keep all of a micro-batch of %d tokens for backward: from now on its layers "
+                "are computed twice", self._row_tokens,
+            )  # fmt: skip
+            recompute_layers(self._policy)
+            self._recomputes = True
 
     def _accumulate(self, packed: Packed, fresh: Tensor) -> dict[str, float]:
         """Sum the gradients of all micro-batches; fresh: [completions] bool."""

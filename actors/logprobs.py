@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..runtime.errors import Unrecoverable
+from .attention import Backend, attention_mask
 from .packing import Batch, pack_answers
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["attention_window", "logprobs", "parts", "refuse_unless_packable"]
+__all__ = [
+    "attention_backend",
+    "attention_window",
+    "logprobs",
+    "parts",
+    "recompute_layers",
+    "refuse_unless_packable",
+]
 
 MAX_LOGITS = 1 << 25  # tokens × vocabulary held at once: 128 MiB of float32
 
@@ -33,7 +42,7 @@ def logprobs(
     backbone, head = parts(policy)
     hidden = backbone(
         input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
+        attention_mask=attention_mask(batch.ends, attention_backend(policy)),
         position_ids=batch.position_ids,
         use_cache=False,
     ).last_hidden_state.flatten(0, 1)
@@ -56,10 +65,31 @@ def logprobs(
     return torch.cat([lp for lp, _ in done]), torch.cat([entropy for _, entropy in done])
 
 
+def attention_backend(policy: PeftModel) -> Backend:
+    """What the model was loaded for."""
+    causal: Any = policy.get_base_model()
+    return "flex_attention" if causal.config._attn_implementation == "flex_attention" else "sdpa"
+
+
 def parts(policy: PeftModel) -> tuple[Any, Any]:
     """The network up to its last hidden state, and the head on it."""
     causal: Any = policy.get_base_model()
     return causal.base_model, causal.get_output_embeddings()
+
+
+def recompute_layers(policy: PeftModel) -> None:
+    """From now on keep of each layer only what goes into it, and compute the rest again in backward.
+
+    Raises Unrecoverable for a model whose layers can't.
+    """
+    causal: Any = policy.get_base_model()
+    try:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise Unrecoverable(f"the layers of this model can't be computed again: {error}") from error
+    for layer in causal.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # only so does it do it; what is in it stays in evaluation mode
 
 
 def attention_window(policy: PeftModel) -> int | None:
@@ -83,12 +113,15 @@ def refuse_unless_packable(policy: PeftModel, model: str) -> None:
         [first + i for i in range(4)],
         [[first, first + 1, first + 2], [first, first + 3, first + 1]],
     )
-    batch = pack_answers(prompt, answers).to(device)
+    backend = attention_backend(policy)
+    batch = pack_answers(prompt, answers, joined=backend != "sdpa").to(device)
     no_mask = "its attention does not take a 4-D mask; choose another model"
     try:
         packed = logprobs(policy, batch, 1.0)[0]
     except (TypeError, ValueError) as error:
         raise Unrecoverable(f"{model} cannot read packed rows ({error}): {no_mask}", exit_code=2) from error
+    if backend == "flex_attention":  # what packed rows are compared with is attended in another way
+        causal.set_attn_implementation("sdpa")
     for number, answer in enumerate(answers):
         ids = torch.tensor([prompt + answer], device=device)
         logits = causal(input_ids=ids, use_cache=False).logits
@@ -112,3 +145,5 @@ def refuse_unless_packable(policy: PeftModel, model: str) -> None:
                 f"alone: {no_mask}",
                 exit_code=2,
             )
+    if backend == "flex_attention":
+        causal.set_attn_implementation(backend)

@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.pytorch_utils import Conv1D
 
 from ..runtime.errors import RolecallError, Unrecoverable
+from .attention import Backend
+from .lora import Lora
 from .tiny import BASE
 
 __all__ = [
@@ -70,22 +73,50 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise _cannot_load("the tokenizer of ", model, error) from error
 
 
-def load_model(model: str, *, device: str, dtype: str | torch.dtype) -> PreTrainedModel:
+def load_model(
+    model: str,
+    *,
+    device: str,
+    dtype: str | torch.dtype,
+    attention: Backend | None = None,
+    four_bit: bool = False,
+) -> PreTrainedModel:
     """The causal language model of "tiny", a folder or a Hugging Face id: frozen, and in evaluation mode.
 
-    dtype: a torch.dtype or its name, such as "float32". Raises Unrecoverable when it cannot be loaded.
+    dtype: a torch.dtype or its name, such as "float32": of the weights, or with four_bit (NF4, by bitsandbytes) of
+    what is computed with them. attention: None for what suits the model best.
+    Raises Unrecoverable when it cannot be loaded.
     """
     number = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(number, torch.dtype):
         raise Unrecoverable(f"torch has no dtype {dtype!r}: use float32, bfloat16 or float16", exit_code=2)
+    if four_bit and find_spec("bitsandbytes") is None:
+        raise Unrecoverable(
+            "a base model in 4 bits needs bitsandbytes, which is not installed here: pip install 'rolecall[qlora]', or "
+            "leave lora.qlora off",
+            exit_code=2,
+        )
+    quantized = {"quantization_config": _four_bit(number), "device_map": device} if four_bit else {}
     transformers.utils.logging.disable_progress_bar()  # a worker's log is not a terminal
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(_source(model), dtype=number)
-        network.to(device)
+        network: Any = AutoModelForCausalLM.from_pretrained(
+            _source(model), dtype=number, attn_implementation=attention, **quantized
+        )
+        if not four_bit:  # which is where it belongs
+            network.to(device)
     except _LOAD_ERRORS as error:
         raise _cannot_load("", model, error) from error
     network.name_or_path = model  # what adapters name as their base: never a path of this machine for "tiny"
     return network.eval().requires_grad_(False)
+
+
+def _four_bit(dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=True,
+    )
 
 
 def _source(model: str) -> str:
@@ -152,20 +183,40 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froze
     return frozenset(token for token in [*several, tokenizer.eos_token_id] if isinstance(token, int))
 
 
-def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, seed: int) -> PeftModel:
-    """Add a LoRA to every linear layer but the head, in place; its weights alone need gradients.
+def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PeftModel:
+    """Add a LoRA to linear layers, in place; its weights alone need gradients, and are float32 whatever the model's.
 
-    A (rank × in) is Kaiming-uniform, drawn from `seed` alone; B (out × rank) is 0, so that version 0 is the
-    base model exactly. There is no dropout: the trainer's log-probs must be the sampler's. The RNG state of
-    the process stays as it was. Hu et al., LoRA (2021): W = W₀ + alpha/rank · B A.
+    A is Kaiming-uniform, drawn from `seed` alone; B is 0, so that version 0 is the base model exactly. There is no
+    dropout: the trainer's log-probs must be the sampler's. The RNG state of the process stays as it was.
+    Raises Unrecoverable for a layer that the model has not.
     """
-    return wrap_lora(
-        model,
-        LoraConfig(
-            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-        ),
-        seed=seed,
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha),
+        use_rslora=lora.rslora,
+        lora_dropout=0.0,
+        target_modules=lora.names or "all-linear",
+        task_type="CAUSAL_LM",
     )
+    for name in lora.names:
+        if not any(
+            path.split(".")[-1] == name or path.endswith(f".{name}") for path, _ in model.named_modules()
+        ):
+            raise Unrecoverable(
+                f"the model has no layer {name!r} for a LoRA: it has {', '.join(_linear_names(model))}",
+                exit_code=2,
+            )
+    return wrap_lora(model, config, seed=seed)
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    linear = [
+        path
+        for path, part in model.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and part is not head
+    ]
+    return sorted({path.split(".")[-1] for path in linear})
 
 
 def wrap_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> PeftModel:

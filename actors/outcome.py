@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
@@ -144,10 +146,11 @@ def _untrained(config: Mapping[str, Any], folder: Path) -> Path:
     """The adapter every run starts from, which changes nothing."""
     import torch
 
+    from .lora import Lora
     from .model import adapter_files, add_lora, load_model
 
     base = load_model(config["model"], device="cpu", dtype=torch.float32)
-    policy = add_lora(base, rank=config["lora_rank"], alpha=config["lora_alpha"], seed=config["seed"])
+    policy = add_lora(base, msgspec.convert(config["lora"], Lora), seed=config["seed"])
     for name, data in adapter_files(policy).items():
         (folder / name).write_bytes(data)
     return folder

@@ -1,7 +1,9 @@
 """Groups into rows of tokens: the prompt once, then its completions as the branches of a tree.
 
-    prompt ──▶ 1 2 + 7 = 1 9 ──▶ / 1 9 - 4 …      one row; a token sees the prompt and the tokens that
+    prompt ──▶ 1 2 + 7 = 1 9 ──▶ / 1 9 - 4 …      one tree; a token sees the prompt and the tokens that
                         └──────▶ \\n # # # # …     lead to it, so siblings that begin alike share the start
+
+A row holds one tree, and rows of about the same length make a batch; or, joined, a batch is one row of many trees.
 
 A token is forwarded once however many siblings share it, and the last token of a completion, after which
 nothing is predicted, not at all. Log-probabilities are those of the sequences forwarded one by one.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.errors import Unrecoverable
+from .attention import BLOCK
 from .types import Completion, Group, Prompt
 
 __all__ = ["Batch", "Packed", "pack", "pack_answers"]
@@ -30,7 +34,7 @@ class Batch:
     """A micro-batch of B rows, L tokens long, that hold N sampled tokens.
 
     input_ids, position_ids: [B, L] int64; positions of each completion go on from the prompt's.
-    attention_mask:          [B, 1, L, L] bool: query (third axis) may see key (fourth); padding sees itself.
+    ends:                    [B, L] int64: what may see each token, see `attention`; padding sees itself.
     predictor:               [N] int64: place in the flattened [B·L] of the token that predicts this one;
                              for the first token of a completion the prompt's last.
     target:                  [N] int64: the sampled token.
@@ -42,7 +46,7 @@ class Batch:
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_mask: Tensor
+    ends: Tensor
     predictor: Tensor
     target: Tensor
     lp_gen: Tensor
@@ -84,7 +88,7 @@ class _Branch(NamedTuple):
     shared: int
 
 
-class _Row(NamedTuple):
+class _Tree(NamedTuple):
     prompt: np.ndarray
     branches: list[_Branch]
     length: int
@@ -95,29 +99,35 @@ def pack(
     advantages: Sequence[Sequence[float]],
     *,
     row_tokens: int,
+    joined: bool = False,
     mask_truncated: bool = False,
     keep_zeros: bool = False,
 ) -> Packed:
     """Lay groups out in micro-batches of at most `row_tokens` places, padding included.
 
     advantages:     one per completion of each group.
-    row_tokens:     a group that needs more gets several rows, each with the prompt.
+    row_tokens:     a group that needs more gets several trees, each with the prompt.
+    joined:         lay trees one behind the other in one row, of BLOCK places, twice that, four times … and at most
+                    row_tokens: for what attends block by block, and is compiled for each length.
     mask_truncated: false loss mask on completions with finish_reason "length".
     keep_zeros:     pack groups whose advantages are all 0, too: they have a gradient if the loss has a KL.
 
     Raises Unrecoverable when a prompt with one completion is longer than `row_tokens`, ValueError when a prompt
-    is empty or a completion lacks a log-probability for a token.
+    is empty, a completion lacks a log-probability for a token, or row_tokens are no whole BLOCKs but joined.
     """
-    rows: list[_Row] = []
+    if joined and row_tokens % BLOCK:
+        raise ValueError(f"joined rows are made of blocks of {BLOCK}: row_tokens={row_tokens} is no multiple")
+    trees: list[_Tree] = []
     number, skipped = 0, 0
     for group, values in zip(groups, advantages, strict=True):
         if keep_zeros or any(values):
-            rows += _rows(group, values, number, row_tokens)
+            trees += _trees(group, values, number, row_tokens)
         else:
             skipped += 1
         number += len(group.completions)
-    rows.sort(key=lambda row: row.length, reverse=True)
-    batches = [_batch(together, mask_truncated) for together in _cut(rows, row_tokens)]
+    trees.sort(key=lambda tree: tree.length, reverse=True)
+    rows = _join(trees, row_tokens) if joined else _cut(trees, row_tokens)
+    batches = [_batch(together, length, mask_truncated) for together, length in rows]
     places = sum(batch.input_ids.numel() for batch in batches)
     return Packed(
         batches=batches,
@@ -128,7 +138,7 @@ def pack(
     )
 
 
-def pack_answers(prompt_ids: list[int], answers: Sequence[list[int]]) -> Batch:
+def pack_answers(prompt_ids: list[int], answers: Sequence[list[int]], *, joined: bool = False) -> Batch:
     """A prompt and its answers in one row, with every token trained: to compute log-probs, not to learn."""
     completions = [
         Completion(ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), finish_reason="stop", text="")
@@ -136,15 +146,15 @@ def pack_answers(prompt_ids: list[int], answers: Sequence[list[int]]) -> Batch:
     ]
     prompt = Prompt(id=0, text="", answer="")
     group = Group(prompt=prompt, prompt_ids=prompt_ids, completions=completions, digests={}, worker="")
-    row_tokens = len(prompt_ids) + sum(map(len, answers))
-    return pack([group], [[1.0] * len(answers)], row_tokens=row_tokens).batches[0]
+    row_tokens = BLOCK * ceil((len(prompt_ids) + sum(map(len, answers))) / BLOCK)
+    return pack([group], [[1.0] * len(answers)], row_tokens=row_tokens, joined=joined).batches[0]
 
 
-def _rows(group: Group, advantages: Sequence[float], first: int, row_tokens: int) -> list[_Row]:
-    """The group's completions in rows; sorted, so that each shares its start with the one before it."""
+def _trees(group: Group, advantages: Sequence[float], first: int, row_tokens: int) -> list[_Tree]:
+    """The group's completions; sorted, so that each shares its start with the one before it."""
     _check(group)
     prompt = np.asarray(group.prompt_ids)
-    rows: list[_Row] = []
+    trees: list[_Tree] = []
     branches: list[_Branch] = []
     length = len(prompt)
     order = sorted(range(len(group.completions)), key=lambda i: group.completions[i].ids)
@@ -154,7 +164,7 @@ def _rows(group: Group, advantages: Sequence[float], first: int, row_tokens: int
         inputs = len(ids) - 1
         shared = _shared(branches[-1].ids[:-1], ids[:-1]) if branches else 0
         if branches and length + inputs - shared > row_tokens:
-            rows.append(_Row(prompt, branches, length))
+            trees.append(_Tree(prompt, branches, length))
             branches, length, shared = [], len(prompt), 0
         length += inputs - shared
         if length > row_tokens:
@@ -164,7 +174,7 @@ def _rows(group: Group, advantages: Sequence[float], first: int, row_tokens: int
                 exit_code=2,
             )
         branches.append(_Branch(completion, first + i, advantages[i], ids, shared))
-    return [*rows, _Row(prompt, branches, length)]
+    return [*trees, _Tree(prompt, branches, length)]
 
 
 def _check(group: Group) -> None:
@@ -187,34 +197,60 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(different.argmax()) if different.any() else n
 
 
-def _cut(rows: Sequence[_Row], row_tokens: int) -> list[list[_Row]]:
-    """Batches of rows, given longest first: within the budget, and without much padding."""
-    batches: list[list[_Row]] = []
+_Rows = list[tuple[list[list[_Tree]], int]]
+"""Of each batch its rows, as the trees they hold, and their length."""
+
+
+def _cut(trees: Sequence[_Tree], row_tokens: int) -> _Rows:
+    """Batches of trees in rows of their own, given longest first: within the budget, and without much padding."""
+    batches: _Rows = []
     used = 0
-    for row in rows:
+    for tree in trees:
         if batches:
-            longest, count = batches[-1][0].length, len(batches[-1]) + 1
-            padding = 1 - (used + row.length) / (longest * count)
-            if longest * count <= row_tokens and padding <= MAX_PADDING:
-                batches[-1].append(row)
-                used += row.length
+            rows, longest = batches[-1]
+            padding = 1 - (used + tree.length) / (longest * (len(rows) + 1))
+            if longest * (len(rows) + 1) <= row_tokens and padding <= MAX_PADDING:
+                rows.append([tree])
+                used += tree.length
                 continue
-        batches.append([row])
-        used = row.length
+        batches.append(([[tree]], tree.length))
+        used = tree.length
     return batches
 
 
-def _batch(rows: Sequence[_Row], mask_truncated: bool) -> Batch:
-    size, length = len(rows), rows[0].length
+def _join(trees: Sequence[_Tree], row_tokens: int) -> _Rows:
+    """Batches of one row, into each of which goes the longest tree there still is room for: first fit, decreasing."""
+    rows: list[list[_Tree]] = []
+    room: list[int] = []
+    for tree in trees:
+        place = next((i for i, left in enumerate(room) if left >= tree.length), len(rows))
+        if place == len(rows):
+            rows.append([])
+            room.append(row_tokens)
+        rows[place].append(tree)
+        room[place] -= tree.length
+    used = [row_tokens - left for left in room]
+    lengths = [min(row_tokens, BLOCK << ceil(log2(max(1, tokens / BLOCK)))) for tokens in used]
+    return [([row], length) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _batch(rows: Sequence[Sequence[_Tree]], length: int, mask_truncated: bool) -> Batch:
+    size = len(rows)
     ids = np.zeros((size, length), np.int64)
     positions = np.zeros((size, length), np.int64)
-    visible = np.zeros((size, length, length), bool)
-    visible[:, range(length), range(length)] = True
+    ends = np.tile(np.arange(1, length + 1), (size, 1))
     predictors: list[np.ndarray] = []
     for i, row in enumerate(rows):
-        predictors += [i * length + p for p in _write(row, ids[i], positions[i], visible[i])]
+        start = 0
+        for tree in row:
+            here = slice(start, start + tree.length)
+            places = _write(tree, ids[i, here], positions[i, here], ends[i, here])
+            ends[i, here] += start
+            predictors += [i * length + start + place for place in places]
+            start += tree.length
 
-    branches = [branch for row in rows for branch in row.branches]
+    trees = [tree for row in rows for tree in row]
+    branches = [branch for tree in trees for branch in tree.branches]
     counts = np.array([len(branch.ids) for branch in branches])
     trained = [not (mask_truncated and branch.completion.finish_reason == "length") for branch in branches]
     lp_gen = np.concatenate([np.asarray(branch.completion.logprobs, np.float32) for branch in branches])
@@ -225,33 +261,31 @@ def _batch(rows: Sequence[_Row], mask_truncated: bool) -> Batch:
     return Batch(
         input_ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(positions),
-        attention_mask=torch.from_numpy(visible)[:, None],
+        ends=torch.from_numpy(ends),
         predictor=torch.from_numpy(np.concatenate(predictors)),
         target=torch.from_numpy(np.concatenate([branch.ids for branch in branches])),
         lp_gen=torch.from_numpy(lp_gen),
         advantage=spread([branch.advantage for branch in branches], np.float32),
         loss_mask=spread(trained, np.bool_),
         completion=spread([branch.number for branch in branches], np.int64),
-        tokens=sum(row.length for row in rows),
+        tokens=sum(tree.length for tree in trees),
     )
 
 
-def _write(row: _Row, ids: np.ndarray, positions: np.ndarray, visible: np.ndarray) -> list[np.ndarray]:
-    """Fill one row in place; give for each branch the places that predict its tokens."""
-    start = end = len(row.prompt)
-    ids[:start], positions[:start] = row.prompt, np.arange(start)
-    visible[:start, :start] = np.tri(start, dtype=bool)
-    visible[start : row.length, :start] = True
+def _write(tree: _Tree, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    """Fill a tree's places, counted from 0, in place; give for each branch the places that predict its tokens."""
+    start = end = len(tree.prompt)
+    ids[:start], positions[:start] = tree.prompt, np.arange(start)
+    ends[:start] = tree.length
     path = np.empty(0, np.int64)  # places of the tokens that lead to the end of the last branch
     predictors: list[np.ndarray] = []
-    for branch in row.branches:
+    for branch in tree.branches:
         inputs, shared = branch.ids[:-1], path[: branch.shared]
         new = slice(end, end + len(inputs) - branch.shared)
         ids[new] = inputs[branch.shared :]
         positions[new] = np.arange(start + branch.shared, start + len(inputs))
-        visible[new, shared] = True
-        visible[new, new] = np.tri(new.stop - end, dtype=bool)
         path = np.concatenate([shared, np.arange(end, new.stop)])
+        ends[path] = new.stop
         predictors.append(np.concatenate([[start - 1], path]))
         end = new.stop
     return predictors

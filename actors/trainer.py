@@ -13,6 +13,7 @@ from ..runtime.files import read_lines, write_whole
 from ..runtime.store import Store
 from .buffer import GroupSource
 from .canary import CANARY
+from .lora import Lora
 from .losses import Loss
 from .prompts import PromptSource
 from .types import PATIENCE_S, Batch, Group
@@ -59,8 +60,7 @@ class Trainer(Actor):
         *,
         model: str,
         loss: Loss,
-        lora_rank: int,
-        lora_alpha: int,
+        lora: Lora,
         lr: float,
         temperature: float,
         steps: int,
@@ -75,7 +75,7 @@ class Trainer(Actor):
         checkpoint_every: int = 1,
     ) -> None:
         self.model, self.loss, self.temperature = model, loss, temperature
-        self.lora_rank, self.lora_alpha, self.lr = lora_rank, lora_alpha, lr
+        self.lora, self.lr = lora, lr
         self.steps, self.batch, self.seed = steps, batch, seed
         self.groups, self.prompts, self.weights = groups, prompts, weights
         self.max_staleness, self.max_tokens = max_staleness, max_tokens
@@ -117,8 +117,7 @@ class Trainer(Actor):
 
         return Learner(
             self.model,
-            rank=self.lora_rank,
-            alpha=self.lora_alpha,
+            lora=self.lora,
             lr=self.lr,
             loss=self.loss,
             temperature=self.temperature,

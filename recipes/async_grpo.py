@@ -14,6 +14,7 @@ from ..actors import outcome
 from ..actors.buffer import Buffer
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
+from ..actors.lora import Lora
 from ..actors.losses import Loss
 from ..actors.prompts import PromptSource
 from ..actors.reward import Reward
@@ -42,8 +43,7 @@ class Config:
     group_size: AtLeastTwo = 8
     max_tokens: AtLeastOne = 64
     temperature: Positive = 1.0
-    lora_rank: AtLeastOne = 8
-    lora_alpha: AtLeastOne = 16
+    lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
@@ -74,12 +74,12 @@ def build(config: Config) -> Graph:
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
-        engine=config.engine, lora_rank=config.lora_rank, prompts=prompts, reward=reward, weights=weights,
+        engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
         max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(
-        "trainer", Trainer, model=config.model, loss=config.loss, lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha, lr=config.lr, temperature=config.temperature, steps=config.steps,
+        "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
+        temperature=config.temperature, steps=config.steps,
         max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=config.max_staleness,
         groups=buffer, prompts=prompts, weights=weights,
     )  # fmt: skip

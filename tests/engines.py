@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from rolecall.actors.engines import Request, Sample, Sampling
 from rolecall.actors.engines.transformers import TransformersEngine
+from rolecall.actors.lora import Lora
 from rolecall.actors.model import adapter_files, add_lora, load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
 from transformers import (
@@ -69,7 +70,7 @@ def fresh(name: str) -> PreTrainedModel:
 
 def adapter(name: str, folder: Path, seed: int, *, rank: int = 4, std: float = 0.1) -> Path:
     """Write a LoRA that changes the model visibly."""
-    lora = add_lora(fresh(name), rank=rank, alpha=2 * rank, seed=seed)
+    lora = add_lora(fresh(name), Lora(rank=rank, alpha=2 * rank), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for parameter_name, parameter in lora.named_parameters():
         if "lora_B" in parameter_name:

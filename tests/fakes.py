@@ -19,6 +19,7 @@ from rolecall.actors.buffer import Buffer
 from rolecall.actors.canary import CANARY, Canary
 from rolecall.actors.engines import Engine, Request, Sample, Sampled, Sampling
 from rolecall.actors.evaluator import Evaluator
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
@@ -166,7 +167,7 @@ def fake_ring(
     rollout = graph.add("rollout", FakeRollout, model="fake", sampling=sampling, group_size=2,
                         lease=-(-batch // workers), seed=0, prompts=prompts, reward=reward, weights=weights,
                         sink=buffer)  # fmt: skip
-    last = graph.add("trainer", trainer, model="fake", loss=Loss(), lora_rank=1, lora_alpha=1, lr=1.0,
+    last = graph.add("trainer", trainer, model="fake", loss=Loss(), lora=Lora(rank=1, alpha=1), lr=1.0,
                      temperature=1.0, steps=steps, batch=batch, seed=0, max_staleness=staleness,
                      groups=buffer or rollout, prompts=prompts, weights=weights,
                      checkpoint_every=checkpoint_every)  # fmt: skip

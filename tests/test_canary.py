@@ -14,6 +14,7 @@ from rolecall.actors.canary import CANARY, TOLERANCE, Canary, Quarantined, attes
 from rolecall.actors.engines import Request, Sampling, generate
 from rolecall.actors.engines.transformers import TransformersEngine
 from rolecall.actors.learner import Learner
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.model import load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
@@ -44,7 +45,7 @@ def sampled(engine: TransformersEngine) -> Group:
 def store(tmp_path_factory: pytest.TempPathFactory) -> PolicyStore:
     """Versions 0 to 2 of a run: one optimizer step apart, as any two versions are."""
     store = Store().open("local", tmp_path_factory.mktemp("run"))
-    learner = Learner("tiny", rank=8, alpha=16, lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
+    learner = Learner("tiny", lora=Lora(), lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
     epoch, worker = store.take_epoch(), engine()
     for version in range(3):
         files = learner.adapter() | {CANARY: msgspec.json.encode(learner.canary())}
@@ -104,7 +105,7 @@ def test_a_model_with_few_positions_has_a_shorter_one(
     small: Callable[[int], str], tmp_path: Path, positions: int
 ):
     model = small(positions)
-    learner = Learner(model, rank=8, alpha=16, lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
+    learner = Learner(model, lora=Lora(), lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
     told = learner.canary()
     whole = canary_tokens(load_tokenizer(model), 3)
     assert len(whole[0]) > 64
@@ -125,7 +126,7 @@ def test_the_room_a_text_needs_is_all_that_is_taken():
 
 
 def test_too_few_positions_for_any_is_said(small: Callable[[int], str]):
-    learner = Learner(small(15), rank=8, alpha=16, lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
+    learner = Learner(small(15), lora=Lora(), lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
     with pytest.raises(
         Unrecoverable, match=r"reads only 15 tokens at once, and the canary .* needs 16: choose"
     ):
@@ -145,7 +146,7 @@ def test_one_of_a_model_with_an_attention_window_is_within_it(tmp_path: Path):
         )  # fmt: skip
         Qwen2ForCausalLM(config).save_pretrained(tmp_path)
     model = str(tmp_path)
-    learner = Learner(model, rank=8, alpha=16, lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
+    learner = Learner(model, lora=Lora(), lr=1e-3, loss=Loss(), temperature=1.0, seed=3)
     told = learner.canary()
     assert len(told.prompt_ids + told.ids) == 24
     for name, content in (learner.adapter() | {CANARY: msgspec.json.encode(told)}).items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from rolecall.actors.learner import Learner
 from rolecall.actors.logprobs import logprobs
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.packing import pack
 from rolecall.actors.types import Completion, Group, Prompt
@@ -24,8 +26,7 @@ VOCABULARY = 437  # of the shipped model; the random ones have at least as many
 
 def learner(model: str = "tiny", **changes) -> Learner:
     settings = {
-        "rank": 4,
-        "alpha": 8,
+        "lora": Lora(rank=4, alpha=8),
         "lr": 1e-3,
         "loss": Loss(),
         "temperature": 0.8,
@@ -135,14 +136,14 @@ def qwen2(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("model", ["tiny", "qwen2"])
-@pytest.mark.parametrize("row_tokens", [32, 4096])
-def test_packed_logprobs_are_those_of_each_sequence_alone(model, row_tokens, request) -> None:
+@pytest.mark.parametrize(("row_tokens", "joined"), [(32, False), (4096, False), (128, True)])
+def test_packed_logprobs_are_those_of_each_sequence_alone(model, row_tokens, joined, request) -> None:
     policy = learner(request.getfixturevalue(model) if model == "qwen2" else model)
     stir(policy)
     batch_of = groups(policy)
     expected = [c.logprobs for group in batch_of for c in group.completions]
     seen = set()
-    for batch in pack(batch_of, [[1.0] * 4] * 4, row_tokens=row_tokens).batches:
+    for batch in pack(batch_of, [[1.0] * 4] * 4, row_tokens=row_tokens, joined=joined).batches:
         lp, entropy = logprobs(policy._policy, batch, policy._temperature)
         for number in batch.completion.unique().tolist():
             seen.add(number)
@@ -187,6 +188,50 @@ def test_packed_in_any_way_or_one_by_one_every_loss_has_the_same_gradient(still,
     metrics = policy.step(batch_of[::-1], version=3)
     assert metrics == pytest.approx(whole | {"row_fill": metrics["row_fill"]}, rel=1e-4, abs=1e-6)
     assert float((gradient(policy) - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+def without_room(policy: Learner, *times: int) -> list[int]:
+    """Have the network run out of memory when it is entered for these times; the list grows with each entry."""
+    entered: list[int] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(len(entered) + 1)
+        if len(entered) in times:
+            raise torch.OutOfMemoryError("no room")
+
+    first_layer(policy).mlp.register_forward_pre_hook(enter)
+    return entered
+
+
+def first_layer(policy: Learner) -> Any:
+    base: Any = policy._policy.get_base_model()
+    return base.model.layers[0]
+
+
+def test_what_does_not_fit_is_computed_twice_with_the_same_gradient() -> None:
+    plain, recomputed = (learner(lr=0.0, row_tokens=32, max_grad_norm=1e9) for _ in range(2))
+    stir(plain)
+    stir(recomputed)
+    batch_of = groups(plain)
+    rows = without_room(plain)
+    whole = plain.step(batch_of, version=3)
+    entered = without_room(recomputed, 2)
+    assert recomputed.step(batch_of, version=3) == pytest.approx(whole, rel=1e-5)
+    assert len(rows) > 2
+    assert len(entered) == 2 + 2 * len(rows)  # before it was known, then forward and again in backward
+    for left, right in zip(gradient(plain), gradient(recomputed), strict=True):
+        assert torch.allclose(left, right, rtol=1e-5, atol=1e-6)
+    layer = first_layer(recomputed)
+    assert not any(part.training for part in layer.modules() if part is not layer)
+
+
+def test_what_does_not_fit_even_then_names_the_way_out() -> None:
+    policy = learner(row_tokens=64)
+    stir(policy)
+    batch_of = groups(policy)
+    without_room(policy, 1, 3)
+    with pytest.raises(Unrecoverable, match=r"a micro-batch of 64 tokens does not fit .* shorten max_tokens"):
+        policy.step(batch_of, version=3)
 
 
 @pytest.mark.parametrize("row_tokens", [32, 64, 200, 4096])
@@ -418,7 +463,7 @@ def test_a_state_from_before_the_first_step_restores() -> None:
 
 def test_the_state_of_another_adapter_is_refused() -> None:
     with pytest.raises(Unrecoverable, match="'rank': 2"):
-        learner().restore(learner(rank=2).state())
+        learner().restore(learner(lora=Lora(rank=2)).state())
 
 
 def test_steps_that_are_not_finite_are_skipped_and_three_in_a_row_end_the_run() -> None:

@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 from peft import PeftModel
+from rolecall.actors.lora import Lora
 from rolecall.actors.model import (
     AdapterError,
     adapter_files,
@@ -36,7 +37,7 @@ def tiny() -> PreTrainedModel:
 
 def trained_lora(seed: int, rank: int = 8) -> PeftModel:
     """A LoRA whose B is not 0 any more."""
-    model = add_lora(tiny(), rank=rank, alpha=2 * rank, seed=seed)
+    model = add_lora(tiny(), Lora(rank=rank, alpha=2 * rank), seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -160,11 +161,11 @@ def test_eos_is_a_set() -> None:
 
 
 def test_version_0_is_the_base_model() -> None:
-    assert torch.equal(logits(add_lora(tiny(), rank=8, alpha=16, seed=0)), logits(tiny()))
+    assert torch.equal(logits(add_lora(tiny(), Lora(rank=8, alpha=16), seed=0)), logits(tiny()))
 
 
 def test_lora_is_on_every_linear_layer_but_the_head() -> None:
-    model = add_lora(tiny(), rank=8, alpha=16, seed=0)
+    model = add_lora(tiny(), Lora(rank=8, alpha=16), seed=0)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * 7 * 2  # A and B, seven projections, two layers
     assert all("lora_" in name for name in trained)
@@ -174,11 +175,11 @@ def test_lora_is_on_every_linear_layer_but_the_head() -> None:
 def test_only_the_seed_decides_the_first_weights() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = adapter_files(add_lora(tiny(), rank=8, alpha=16, seed=3))
+    first = adapter_files(add_lora(tiny(), Lora(rank=8, alpha=16), seed=3))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert adapter_files(add_lora(tiny(), rank=8, alpha=16, seed=3)) == first
-    assert adapter_files(add_lora(tiny(), rank=8, alpha=16, seed=4)) != first
+    assert adapter_files(add_lora(tiny(), Lora(rank=8, alpha=16), seed=3)) == first
+    assert adapter_files(add_lora(tiny(), Lora(rank=8, alpha=16), seed=4)) != first
 
 
 def test_adapter_files_load_in_peft(tmp_path: Path) -> None:

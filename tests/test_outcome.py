@@ -113,8 +113,8 @@ def test_samples_side_by_side(tmp_path: Path):
     config = sync_grpo.Config(steps=1, batch=2, group_size=4, eval_problems=1)
     LocalRun(sync_grpo.build(config), folder=tmp_path).run()
     run = RunFolder(tmp_path)
-    values = {"store": "file://", "model": "tiny", "temperature": 1.0, "max_tokens": 40, "lora_rank": 8,
-              "lora_alpha": 16, "seed": 0}  # fmt: skip
+    values = {"store": "file://", "model": "tiny", "temperature": 1.0, "max_tokens": 40, "lora": {},
+              "seed": 0}  # fmt: skip
     run.write_info(RunInfo(id="local", recipe="sync_grpo", config=values, started=0.0, pid=1))
     with pytest.raises(Unrecoverable, match="has no adapter to sample from") as caught:
         outcome.sample(run, "Ann has 3 pens, buys 4 and loses 2. How many pens now?")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rolecall.actors.attention import BLOCK, attention_mask
 from rolecall.actors.packing import MAX_PADDING, Batch, pack
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.errors import Unrecoverable
@@ -35,11 +36,12 @@ def group(number: int, prompt: list[int], answers: Sequence[list[int]], reasons:
 
 def contexts(batch: Batch) -> dict[int, list[tuple[list[int], int, float, float]]]:
     """For each completion: (ids its predictor sees in order of position, target, lp_gen, advantage) by token."""
-    length = batch.input_ids.shape[1]
+    length, masks = batch.input_ids.shape[1], attention_mask(batch.ends, "sdpa")
+    assert isinstance(masks, torch.Tensor)
     found: dict[int, list[tuple[list[int], int, float, float]]] = {}
     for n in range(len(batch.target)):
         row, place = divmod(int(batch.predictor[n]), length)
-        seen = batch.attention_mask[row, 0, place]
+        seen = masks[row, 0, place]
         positions, ids = batch.position_ids[row][seen], batch.input_ids[row][seen]
         assert sorted(positions.tolist()) == list(range(len(positions))), "a gap or a double in what is seen"
         entry = (
@@ -56,11 +58,11 @@ answers = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=8), min_size
 prompts = st.lists(st.integers(4, 9), min_size=1, max_size=5)
 
 
-@given(st.lists(st.tuples(prompts, answers), min_size=1, max_size=5), st.integers(12, 120))
-def test_every_token_is_predicted_from_exactly_its_own_past(drawn, row_tokens: int) -> None:
+@given(st.lists(st.tuples(prompts, answers), min_size=1, max_size=5), st.integers(12, 120), st.booleans())
+def test_every_token_is_predicted_from_exactly_its_own_past(drawn, row_tokens: int, joined: bool) -> None:
     groups = [group(i, prompt, ids) for i, (prompt, ids) in enumerate(drawn)]
     worth = [[float(i + 1 + j) for j in range(len(g.completions))] for i, g in enumerate(groups)]
-    packed = pack(groups, worth, row_tokens=row_tokens)
+    packed = pack(groups, worth, row_tokens=BLOCK if joined else row_tokens, joined=joined)
     found = {number: entries for batch in packed.batches for number, entries in contexts(batch).items()}
     number = 0
     for g, values in zip(groups, worth, strict=True):
@@ -86,8 +88,8 @@ def test_batches_keep_to_the_budget_and_have_little_padding(drawn, row_tokens: i
         assert size * length <= row_tokens
         assert 1 - batch.tokens / (size * length) <= MAX_PADDING
         assert batch.position_ids.shape == (size, length)
-        assert batch.attention_mask.shape == (size, 1, length, length)
-        assert bool(batch.attention_mask.any(-1).all()), "a token that sees nothing gives NaN"
+        assert batch.ends.shape == (size, length)
+        assert bool((batch.ends > torch.arange(length)).all()), "a token that sees nothing gives NaN"
         places, used = places + size * length, used + batch.tokens
     assert packed.fill == used / places
 
@@ -107,7 +109,9 @@ def test_positions_restart_after_the_prompt_and_branches_do_not_see_each_other()
     [batch] = pack([group(0, [7, 8], [[1, 1, 9], [2, 2, 9]])], [[1, -1]], row_tokens=64).batches
     assert batch.input_ids.tolist() == [[7, 8, 1, 1, 2, 2]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 3]]
-    assert batch.attention_mask[0, 0].int().tolist() == [
+    mask = attention_mask(batch.ends, "sdpa")
+    assert isinstance(mask, torch.Tensor)
+    assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -156,3 +160,41 @@ def test_what_cannot_be_packed_is_named() -> None:
         pack([group(5, [], [[1]])], [[1.0]], row_tokens=64)
     with pytest.raises(ValueError, match="group 5 of rollout-0 has a completion of 0 tokens"):
         pack([group(5, [1], [[]])], [[1.0]], row_tokens=64)
+
+
+def test_joined_rows_are_filled_with_the_longest_first_and_come_in_few_lengths() -> None:
+    groups = [group(i, [7] * length, [[1]]) for i, length in enumerate((200, 120, 100, 60, 30, 20, 10))]
+    packed = pack(groups, [[1.0]] * 7, row_tokens=2 * BLOCK, joined=True)
+    assert [batch.tokens for batch in packed.batches] == [250, 230, 60]
+    assert [batch.input_ids.shape for batch in packed.batches] == [(1, 256), (1, 256), (1, 128)]
+    assert packed.fill == 540 / 640
+    with pytest.raises(ValueError, match="row_tokens=100 is no multiple"):
+        pack(groups, [[1.0]] * 7, row_tokens=100, joined=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 90), st.lists(st.integers(1, 90), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_a_block_mask_shows_what_a_dense_one_shows(lengths: list[tuple[int, list[int]]]) -> None:
+    groups = [group(i, [7] * n, [[j] * m for j, m in enumerate(own)]) for i, (n, own) in enumerate(lengths)]
+    for batch in pack(
+        groups, [[1.0] * len(own) for _, own in lengths], row_tokens=4 * BLOCK, joined=True
+    ).batches:
+        dense, blocks = (attention_mask(batch.ends, backend) for backend in ("sdpa", "flex_attention"))
+        assert isinstance(dense, torch.Tensor) and not isinstance(blocks, torch.Tensor)
+        assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None
+        shown = torch.zeros_like(dense[0, 0])
+        places = torch.arange(BLOCK)
+        for query in range(len(shown) // BLOCK):
+            for count, listed, every in (
+                (blocks.kv_num_blocks, blocks.kv_indices, False),
+                (blocks.full_kv_num_blocks, blocks.full_kv_indices, True),
+            ):
+                for key in listed[0, 0, query, : count[0, 0, query]].tolist():
+                    q, k = query * BLOCK + places[:, None], key * BLOCK + places
+                    shown[q, k] = True if every else blocks.mask_mod(torch.tensor(0), torch.tensor(0), q, k)
+        assert torch.equal(shown, dense[0, 0])

@@ -35,7 +35,7 @@ def test_three_steps_end_to_end(tmp_path: Path):
     settings = [
         f"model={model}", f"train_set={ROWS}", f"eval_set={ROWS}", "eval_problems=1", "reward=math_verify",
         "engine=vllm", f"engine_python={PYTHON}", "rollout_workers=1", "max_staleness=0", "steps=3", "batch=2",
-        "group_size=6", "max_tokens=40", "temperature=0.8", "lora_rank=4", "lora_alpha=8",
+        "group_size=6", "max_tokens=40", "temperature=0.8", "lora.rank=4", "lora.alpha=8",
     ]  # fmt: skip
     flags = [part for setting in settings for part in ("--set", setting)]
     room = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB: this model reads up to 8192 tokens

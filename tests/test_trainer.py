@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rolecall import Finished
 from rolecall.actors.engines import Sampling
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
@@ -86,7 +87,7 @@ class SyncRing(Direct):
 
     def start_trainer(self) -> MortalTrainer:
         trainer = MortalTrainer(
-            model="fake", loss=Loss(), lora_rank=1, lora_alpha=1, lr=1.0, temperature=1.0, seed=0,
+            model="fake", loss=Loss(), lora=Lora(rank=1, alpha=1), lr=1.0, temperature=1.0, seed=0,
             steps=self.steps, batch=self.batch, max_staleness=0, checkpoint_every=self.checkpoint_every,
             groups=ref("rollout"), prompts=ref("prompts"), weights=Store(),
         )  # fmt: skip
@@ -246,7 +247,7 @@ class Source(Direct):
 
 def started(folder: Path, **changes: Any) -> Trainer:
     arguments: dict[str, Any] = {
-        "model": "fake", "loss": Loss(), "lora_rank": 1, "lora_alpha": 1, "lr": 1.0, "temperature": 1.0,
+        "model": "fake", "loss": Loss(), "lora": Lora(rank=1, alpha=1), "lr": 1.0, "temperature": 1.0,
         "seed": 0, "steps": 4, "batch": 2, "max_staleness": 3, "groups": ref("buffer"),
         "prompts": ref("prompts"), "weights": Store(),
     }  # fmt: skip

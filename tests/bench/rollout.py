@@ -32,6 +32,7 @@ from typing import Any
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.data import load_dataset
 from rolecall.actors.engines import Request, Sampling
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
@@ -140,7 +141,7 @@ def build(config: Config) -> Graph:
         prompts=prompts, reward=reward, weights=weights, sink=buffer,
     )  # fmt: skip
     graph.add(
-        "trainer", Trainer, model="tiny", loss=Loss(), lora_rank=8, lora_alpha=16, lr=1e-3, temperature=1.0,
+        "trainer", Trainer, model="tiny", loss=Loss(), lora=Lora(), lr=1e-3, temperature=1.0,
         steps=1, batch=NEVER, seed=SEED, max_staleness=0, groups=buffer, prompts=prompts, weights=weights,
     )  # fmt: skip
     graph.place(worker, python=config.python)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rolecall.actors.engines import Request, Sampling, generate
 from rolecall.actors.engines.transformers import TransformersEngine
+from rolecall.actors.lora import Lora
 from rolecall.actors.model import adapter_files, add_lora, load_model, load_tokenizer
 from rolecall.actors.tiny.problems import held_out
 from transformers import PreTrainedModel
@@ -50,7 +51,7 @@ def contenders(group: int, peer_file: Path | None) -> dict[str, Callable[[int], 
     """
     tokenizer = load_tokenizer("tiny")
     texts = [kept.text for kept in held_out(PROMPTS) for _ in range(group)]
-    lora = add_lora(base(), rank=8, alpha=16, seed=0)
+    lora = add_lora(base(), Lora(rank=8, alpha=16), seed=0)
     engine = TransformersEngine(base(), tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in adapter_files(lora).items():

@@ -20,6 +20,7 @@ import msgspec
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.canary import CANARY
 from rolecall.actors.engines import Sampling
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
@@ -115,7 +116,7 @@ def build(config: Config) -> Graph:
         seed=0, max_staleness=8, prompts=prompts, reward=reward, weights=weights, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(
-        "trainer", Publisher, model="tiny", loss=Loss(), lora_rank=8, lora_alpha=16, lr=1e-3,
+        "trainer", Publisher, model="tiny", loss=Loss(), lora=Lora(), lr=1e-3,
         temperature=1.0, steps=config.versions, batch=NEVER, seed=0, max_staleness=8, groups=buffer,
         prompts=prompts, weights=weights,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from fakes import FakeLearner, FakeRollout, FakeTrainer
 from rolecall import Graph
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.engines import Sampling
+from rolecall.actors.lora import Lora
 from rolecall.actors.losses import Loss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
@@ -79,7 +80,7 @@ def build(config: Config) -> Graph:
     rollout = graph.add("rollout", Rollout, model="fake", sampling=Sampling(max_tokens=4), group_size=2, lease=2,
                         seed=0, engine=config.engine, prompts=prompts, reward=reward, weights=weights,
                         max_staleness=STALENESS, sink=buffer)  # fmt: skip
-    trainer = graph.add("trainer", SlowTrainer, model="fake", loss=Loss(), lora_rank=1, lora_alpha=1, lr=1.0,
+    trainer = graph.add("trainer", SlowTrainer, model="fake", loss=Loss(), lora=Lora(rank=1, alpha=1), lr=1.0,
                         temperature=1.0, steps=config.steps, batch=config.batch, seed=0, max_staleness=STALENESS,
                         groups=buffer, prompts=prompts, weights=weights, pace_s=config.pace_s)  # fmt: skip
     graph.place(rollout, replicas=config.rollout_workers, elastic=True)
