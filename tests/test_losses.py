@@ -176,6 +176,21 @@ def test_aggregations_by_hand(kind, aggregation, expected: float) -> None:
     assert run(loss, lp, lp, worth, sequence=sequence, totals=totals)[0] == pytest.approx(expected)
 
 
+def test_a_completion_trained_in_part_counts_by_its_trained_tokens() -> None:
+    # Of 2 tokens at loss 1 one is trained, of 2 at loss 3 both: seq_mean (1 + 3)/2.
+    lp, worth, sequence = (
+        torch.zeros(4, dtype=torch.float64),
+        -doubles(1, 1, 3, 3),
+        torch.tensor([0, 0, 1, 1]),
+    )
+    mask = torch.tensor([True, False, True, True])
+    loss = Loss(aggregation="seq_mean")
+    assert run(loss, lp, lp, worth, sequence=sequence, mask=mask)[0] == pytest.approx(2)
+    # Ratios .5 and, masked, 10: s = .5, worth 2.
+    lp, mask = doubles(0.5, 10).log(), torch.tensor([True, False])
+    assert run(Loss(kind="gspo"), lp, 0 * lp, doubles(2, 2), mask=mask)[0] == pytest.approx(-1)
+
+
 def test_micro_batches_weigh_by_their_tokens() -> None:
     # 100 tokens at loss 2.0 and 900 at 0.5: the mean of means would be 1.25.
     shares = [
