@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ __all__ = ["Dataset", "Row", "load_dataset"]
 Row = tuple[str, str]
 
 _CONNECT_TIMEOUT_S = 5.0
+_TINY = {"tiny": problems.PLAIN, "tiny-hard": problems.HARD}
 
 
 class Dataset(Protocol):
@@ -28,15 +29,15 @@ class Dataset(Protocol):
 def load_dataset(name: str, *, seed: int) -> Dataset:
     """The training sequence called `name`.
 
-    "tiny":         templated word problems, never one of the held-out ones.
+    "tiny", "tiny-hard": templated word problems, never one of the held-out ones.
     "tasks.jsonl":  a file of JSON lines with "prompt" (or "question", "problem") and "answer" ("solution").
     "owner/name", "owner/name:config", "owner/name:config:split": a data set of the Hugging Face hub.
 
     Rows of a file or a hub data set are shuffled anew for every pass. Raises Unrecoverable (exit code 2),
     naming the data set and the way out, if it can't be read, has no rows, or a row lacks a column.
     """
-    if name == "tiny":
-        return _Problems(seed)
+    if name in _TINY:
+        return _Problems(problems.training(seed, _TINY[name]))
     rows = _read_jsonl(Path(name)) if name.endswith((".jsonl", ".json")) else _read_hub(name)
     if not rows:
         raise Unrecoverable(f"the data set {name} has no rows: give one with at least one", exit_code=2)
@@ -44,26 +45,26 @@ def load_dataset(name: str, *, seed: int) -> Dataset:
 
 
 def load_rows(name: str, count: int) -> list[Row]:
-    """The first `count` rows of a data set to evaluate on, or all there are; for "tiny" the held-out problems.
+    """The first `count` rows of a data set to evaluate on, or all there are; for "tiny" and "tiny-hard" the held-out problems.
 
     Raises Unrecoverable (exit code 2) as `load_dataset` does, and for more held-out problems than there are.
     """
-    if name == "tiny":
+    if name in _TINY:
         if count > problems.HELD_OUT:
             raise Unrecoverable(
-                f"{count} problems to evaluate on were asked for; tiny has {problems.HELD_OUT}: ask for fewer",
+                f"{count} problems to evaluate on were asked for; {name} has {problems.HELD_OUT}: ask for fewer",
                 exit_code=2,
             )
-        return [(problem.text, problem.answer) for problem in problems.held_out(count)]
+        return [(problem.text, problem.answer) for problem in problems.held_out(count, _TINY[name])]
     dataset = load_dataset(name, seed=0)
     assert isinstance(dataset, _Shuffled)
     return list(dataset.rows[:count])
 
 
 class _Problems:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, source: Iterator[problems.Problem]) -> None:
         self._drawn: list[Row] = []
-        self._source = problems.training(seed)
+        self._source = source
 
     def __getitem__(self, index: int) -> Row:
         missing = index + 1 - len(self._drawn)

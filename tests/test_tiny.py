@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from rolecall.actors.tiny import BASE
 from rolecall.actors.tiny.problems import (
+    HARD,
     HELD_OUT,
+    Kind,
     Problem,
     held_out,
     held_out_texts,
@@ -74,7 +76,7 @@ def test_the_shipped_base_was_not_trained_on_held_out_problems() -> None:
     for _ in range(540):
         events = rng.randint(2, 5)
         for _ in range(32):
-            seen.add(problem(rng, fewest=events, most=events).text)
+            seen.add(problem(rng, Kind(fewest=events, most=events)).text)
             rng.random()
     assert len(seen) > 17_000
     assert not held_out_texts() & seen
