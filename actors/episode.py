@@ -18,7 +18,7 @@ from ..runtime import idempotent
 from .engines import Engine, Request, Sample, Sampling
 from .types import Completion, Prompt, Turn
 
-__all__ = ["Episode", "Judge", "play"]
+__all__ = ["Episode", "Judge", "begin_turns", "play"]
 
 
 class Judge(Protocol):
@@ -105,22 +105,29 @@ class Episode:
         )
 
 
+def begin_turns(engine: Engine, episodes: Sequence[Episode]) -> dict[int, Episode]:
+    """Have the engine sample the next turn of each; by the id of its request."""
+    alike = dict[Sampling, list[tuple[Episode, Request]]]()
+    for episode in episodes:
+        request, sampling = episode.request()
+        alike.setdefault(sampling, []).append((episode, request))
+    begun = dict[int, Episode]()
+    for sampling, several in alike.items():
+        ids = engine.add([request for _, request in several], sampling)
+        begun.update(zip(ids, (episode for episode, _ in several), strict=True))
+    return begun
+
+
 def play(engine: Engine, judge: Judge, episodes: Sequence[Episode]) -> None:
     """Have these come to their ends, in an engine that nobody else has added to, with a judge in this process."""
-    under_way = dict[int, Episode]()
-
-    def begin(episode: Episode) -> None:
-        request, sampling = episode.request()
-        [id] = engine.add([request], sampling)
-        under_way[id] = episode
-
-    for episode in episodes:
-        begin(episode)
+    under_way = begin_turns(engine, episodes)
     while under_way:
+        going_on = list[Episode]()
         for sampled in engine.step():
             episode = under_way.pop(sampled.id)
             episode.add_turn(sampled.sample)
             [turn] = judge.respond(episode.prompt, [episode.turns])
             episode.add_answer(turn, engine)
             if not episode.done:
-                begin(episode)
+                going_on.append(episode)
+        under_way |= begin_turns(engine, going_on)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from ..runtime.store import PolicyVersion, Store, StoreError
 from .buffer import Buffer
 from .canary import Quarantined, attest
 from .engines import Engine, Sampling, load_engine
-from .episode import Episode, Judge
+from .episode import Episode, Judge, begin_turns
 from .prefetch import Prefetch
 from .prompts import PromptSource
 from .types import PATIENCE_S, Batch, Group, Lease, Prompt, Turn
@@ -315,13 +315,11 @@ class RolloutWorker(Actor):
             one.prompt_ids = self.engine.encode(one.prompt.text + one.opening.result())
             seeds = [self._seed_of(one.prompt, sibling) for sibling in range(self.group_size)]
             one.episodes = [Episode(one.prompt, one.prompt_ids, seed, self.sampling) for seed in seeds]
-            for episode in one.episodes:
-                self._begin_turn(one, episode)
+        self._begin_turns({episode: one for one in ready for episode in one.episodes})
 
-    def _begin_turn(self, one: _Open, episode: Episode) -> None:
-        request, sampling = episode.request()
-        [id] = self.engine.add([request], sampling)
-        self._sampling[id] = _Begun(one, episode, self.version)
+    def _begin_turns(self, owners: Mapping[Episode, _Open]) -> None:
+        for id, episode in begin_turns(self.engine, list(owners)).items():
+            self._sampling[id] = _Begun(owners[episode], episode, self.version)
 
     def _sample(self) -> None:
         """One token; turns that have come to their end are judged, those of one group together."""
@@ -345,14 +343,16 @@ class RolloutWorker(Actor):
         """Go on with the completions that have an answer and are not done with it; groups may be whole by it."""
         if self.version < 0:
             return  # the engine has not proved what it would go on under
+        going_on = dict[Episode, _Open]()
         for judged in [judged for judged in self._judging if judged.answer.done]:
             self._judging.remove(judged)
             for episode, turn in zip(judged.episodes, judged.answer.result(), strict=True):
                 episode.add_answer(turn, self.engine)
                 if not episode.done:
-                    self._begin_turn(judged.one, episode)
+                    going_on[episode] = judged.one
             if all(episode.done for episode in judged.one.episodes):
                 self._whole.append(judged.one)
+        self._begin_turns(going_on)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:
         groups = [self._group(one) for one in self._whole]

@@ -28,20 +28,25 @@ _NAMES = ["Ann", "Ben", "Eva", "Leo", "Mia", "Tom"]
 _THINGS = ["pens", "cards", "books", "coins", "shells", "apples"]
 _GAINS = ["buys", "finds", "wins", "gets"]
 _LOSSES = ["loses", "sells", "drops", "gives away"]
-_MOST_AT_FIRST, _MOST_AN_EVENT = 12, 6
+_MOST_AT_FIRST = 12
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """What problems are like: how many events they have, how likely each is a loss, and the most things there are."""
+    """What problems are like.
+
+    fewest, most:  events. losses: how likely each is one, if there is a choice.
+    most_an_event: things that it adds or takes. most_ever: things in the end.
+    """
 
     fewest: int = 2
     most: int = 5
     losses: float = 0.5
+    most_an_event: int = 6
     most_ever: int = 24
 
 
 PLAIN = Kind()
-HARD = Kind(fewest=3, most=6, losses=0.2, most_ever=99)
+HARD = Kind(fewest=4, losses=0.1, most_ever=99)
 
 
 class Problem(Struct, frozen=True):
@@ -69,7 +74,7 @@ def problem(rng: random.Random, kind: Kind = PLAIN) -> Problem:
     start = f"{rng.choice(_NAMES)} has {total} {thing}"
     events, lines = [], []
     for _ in range(rng.randint(kind.fewest, kind.most)):
-        count = rng.randint(1, _MOST_AN_EVENT)
+        count = rng.randint(1, kind.most_an_event)
         if total + count > kind.most_ever or (rng.random() < kind.losses and total >= count):
             events.append(f"{rng.choice(_LOSSES)} {count}")
             lines.append(f"{total}-{count}={total - count}\n")
