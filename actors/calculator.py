@@ -1,6 +1,6 @@
 """The worked example of an environment: a calculator that fills in what a sum makes.
 
-    policy  12+7=          environment  19          policy  ⏎19-4=          …          policy  ⏎#### 15
+policy  12+7=          environment  19          policy  ⏎19-4=          …          policy  ⏎#### 15
 """
 
 from __future__ import annotations

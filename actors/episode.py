@@ -9,16 +9,17 @@ Rollout workers and evaluators play by the same rules, which are these.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..runtime import idempotent
+from ..runtime import Answer, idempotent
 from .engines import Engine, Request, Sample, Sampling
-from .types import Completion, Prompt, Turn
+from .types import Completion, Group, Lease, Prompt, Turn
 
-__all__ = ["Episode", "Judge", "begin_turns", "play"]
+__all__ = ["Episode", "Judge", "OpenGroup", "begin_turns", "play"]
 
 
 class Judge(Protocol):
@@ -102,6 +103,30 @@ class Episode:
             finish_reason=self._finish_reason,
             text=self.text,
             reward=self.reward,
+        )
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A group under way, from the lease of its prompt until the buffer has it."""
+
+    prompt: Prompt
+    lease: Lease
+    opening: Answer[str]
+    prompt_ids: list[int] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    put: Answer[str] | None = None
+
+    def group(self, digests: Mapping[int, str], worker: str) -> Group:
+        """Itself, once all its completions are done. digests: of the versions that sampled it, and of others."""
+        completions = [episode.completion() for episode in self.episodes]
+        versions = {version for completion in completions for version in completion.versions}
+        return Group(
+            prompt=self.prompt,
+            prompt_ids=self.prompt_ids,
+            completions=completions,
+            digests={version: digests[version] for version in versions},
+            worker=worker,
         )
 
 

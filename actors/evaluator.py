@@ -20,13 +20,15 @@ from .episode import Episode, Judge, play
 from .reward import Reward, RewardFunction
 from .types import Prompt
 
+_RIGHT_IS_1 = ("exact_match", "math_verify", "reasoning_gym")
+
 __all__ = ["Evaluation", "Evaluator", "accuracy_function"]
 
 
 def accuracy_function(eval_reward: str, reward: str) -> str:
     """The function that says which answers are right: `eval_reward` if given, else `reward` if that is a
     built-in one, which gives 1 for a right answer; a reward of the user's own may not, so else exact_match."""
-    return eval_reward or (reward if reward in ("exact_match", "math_verify") else "exact_match")
+    return eval_reward or (reward if reward in _RIGHT_IS_1 else "exact_match")
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +49,8 @@ class Evaluator(Actor):
 
     problems: how many held-out ones. score: a reward function, or its name as `reward_function` takes it;
     1 or more counts as right. environment: what completions are played in, if given, as EnvironmentHost takes it; then
-    its rewards count instead of a score's. Either runs in this process. poll_s: between two looks at the store (a conditional GET).
-    It finishes with the last.
+    its rewards count instead of a score's. Either runs in this process. poll_s: between two looks at the store (a
+    conditional GET). It finishes with the last.
     """
 
     preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")

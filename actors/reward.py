@@ -11,6 +11,7 @@ from typing import Any
 
 from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
 from .custom import load_from_file
+from .gyms import reasoning_gym
 from .types import Prompt, Turn
 
 __all__ = ["Reward", "RewardFunction", "exact_match", "math_verify", "reward_function"]
@@ -67,11 +68,11 @@ def _number(text: str) -> float | str:
 
 
 def reward_function(name: str) -> RewardFunction:
-    """exact_match, math_verify, or "file.py:function" with a function of (prompt, completion text).
+    """exact_match, math_verify, reasoning_gym, or "file.py:function" with a function of (prompt, completion text).
 
     Raises Unrecoverable (exit code 2) if there is no such function or its file can't be loaded.
     """
-    named = {"exact_match": exact_match, "math_verify": math_verify}
+    named = {"exact_match": exact_match, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
     return named[name] if name in named else load_from_file(name, "reward", named)
 
 

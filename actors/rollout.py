@@ -13,7 +13,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from ..runtime.store import PolicyVersion, Store, StoreError
 from .buffer import Buffer
 from .canary import Quarantined, attest
 from .engines import Engine, Sampling, load_engine
-from .episode import Episode, Judge, begin_turns
+from .episode import Episode, Judge, OpenGroup, begin_turns
 from .prefetch import Prefetch
 from .prompts import PromptSource
 from .types import PATIENCE_S, Batch, Group, Lease, Prompt, Turn
@@ -93,14 +92,14 @@ class RolloutWorker(Actor):
         self._telling: dict[int, int] = {}
         self._lease = Lease(number=0, prompts=[], version=-1, finished=False, hold_s=0.0)
         self._hold_at = math.inf
-        self._queue: list[_Open] = []  # for a version that is not loaded yet
+        self._queue: list[OpenGroup] = []  # for a version that is not loaded yet
         self._sampling: dict[int, _Begun] = {}  # by request
         self._judging: list[_Judged] = []
-        self._whole: list[_Open] = []
-        self._putting: list[_Open] = []
+        self._whole: list[OpenGroup] = []
+        self._putting: list[OpenGroup] = []
         self._delivered: dict[int, int] = {}  # that the prompt source has not heard of: the lease of each
         self._given: tuple[int, int, list[Group]] = (-1, -1, [])
-        self._shared: list[_Open] = []  # what was given
+        self._shared: list[OpenGroup] = []  # what was given
 
     def _load_engine(self) -> Engine:
         return load_engine(
@@ -170,7 +169,7 @@ class RolloutWorker(Actor):
                 self._sample()
                 self._hold()
             self._shared, self._whole = sorted(self._whole, key=lambda one: one.prompt.id), []
-            self._given = step, version, [self._group(one) for one in self._shared]
+            self._given = step, version, [one.group(self._digests, self.worker) for one in self._shared]
         return Batch(groups=self._given[2], dropped={}, depth=0)
 
     @idempotent
@@ -285,7 +284,7 @@ class RolloutWorker(Actor):
         self._hold_at = min(self._hold_at, self.clock() + lease.hold_s)
         self._hear_of(lease.version)
         self._queue += [
-            _Open(prompt, lease, self.reward.ask_soon(Judge.open, prompt)) for prompt in lease.prompts
+            OpenGroup(prompt, lease, self.reward.ask_soon(Judge.open, prompt)) for prompt in lease.prompts
         ]
 
     def _drop_all(self) -> None:
@@ -293,7 +292,9 @@ class RolloutWorker(Actor):
 
     def _held(self) -> dict[int, int]:
         """The prompts it works on, and the lease that each came with."""
-        under_way = [begun.one for begun in self._sampling.values()] + [judged.one for judged in self._judging]
+        under_way = [begun.one for begun in self._sampling.values()] + [
+            judged.one for judged in self._judging
+        ]
         held = [*self._queue, *under_way, *self._whole, *self._putting, *self._shared]
         return {one.prompt.id: one.lease.number for one in held}
 
@@ -317,7 +318,7 @@ class RolloutWorker(Actor):
             one.episodes = [Episode(one.prompt, one.prompt_ids, seed, self.sampling) for seed in seeds]
         self._begin_turns({episode: one for one in ready for episode in one.episodes})
 
-    def _begin_turns(self, owners: Mapping[Episode, _Open]) -> None:
+    def _begin_turns(self, owners: Mapping[Episode, OpenGroup]) -> None:
         for id, episode in begin_turns(self.engine, list(owners)).items():
             self._sampling[id] = _Begun(owners[episode], episode, self.version)
 
@@ -328,7 +329,7 @@ class RolloutWorker(Actor):
         began = time.monotonic()
         finished = self.engine.step()
         self.waits.sampled(began)
-        ended = dict[_Open, list[Episode]]()
+        ended = dict[OpenGroup, list[Episode]]()
         for sampled in finished:
             begun = self._sampling.pop(sampled.id, None)
             if begun is not None:  # else of a share that failed
@@ -343,7 +344,7 @@ class RolloutWorker(Actor):
         """Go on with the completions that have an answer and are not done with it; groups may be whole by it."""
         if self.version < 0:
             return  # the engine has not proved what it would go on under
-        going_on = dict[Episode, _Open]()
+        going_on = dict[Episode, OpenGroup]()
         for judged in [judged for judged in self._judging if judged.answer.done]:
             self._judging.remove(judged)
             for episode, turn in zip(judged.episodes, judged.answer.result(), strict=True):
@@ -355,7 +356,7 @@ class RolloutWorker(Actor):
         self._begin_turns(going_on)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:
-        groups = [self._group(one) for one in self._whole]
+        groups = [one.group(self._digests, self.worker) for one in self._whole]
         for one, group in zip(self._whole, groups, strict=True):
             one.put = sink.ask_soon(Buffer.put, group)
         self._putting += self._whole
@@ -372,38 +373,16 @@ class RolloutWorker(Actor):
             else:
                 self._hold_at = self.clock()  # its prompt is to be lent again, and soon
 
-    def _group(self, one: _Open) -> Group:
-        completions = [episode.completion() for episode in one.episodes]
-        return Group(
-            prompt=one.prompt,
-            prompt_ids=one.prompt_ids,
-            completions=completions,
-            digests={version: self._digests[version] for each in completions for version in each.versions},
-            worker=self.worker,
-        )
-
     def _seed_of(self, prompt: Prompt, sibling: int) -> int:
         """The same completion whichever worker samples it, and when it is sampled again."""
         key = f"{self.seed}/{prompt.id}/{sibling}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest())
 
 
-@dataclass(eq=False)
-class _Open:
-    """A group under way, from the lease of its prompt until the buffer has it."""
-
-    prompt: Prompt
-    lease: Lease
-    opening: Answer[str]
-    prompt_ids: list[int] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)
-    put: Answer[str] | None = None
-
-
 class _Begun(NamedTuple):
     """A turn that the engine samples. version: under which it was begun."""
 
-    one: _Open
+    one: OpenGroup
     episode: Episode
     version: int
 
@@ -411,6 +390,6 @@ class _Begun(NamedTuple):
 class _Judged(NamedTuple):
     """Completions of one group whose turns are being answered."""
 
-    one: _Open
+    one: OpenGroup
     episodes: list[Episode]
     answer: Answer[list[Turn]]

@@ -257,7 +257,12 @@ def test_a_completion_nobody_could_train_is_refused(buffer: Buffer, wrong: dict[
 
 def test_a_completion_of_several_turns_is_accepted(buffer: Buffer):
     whole = group(0)
-    turns = {"ids": [1, 2, 3], "logprobs": [-1.0, 0.0, -1.0], "versions": [0] * 3, "mask": [True, False, True]}
+    turns = {
+        "ids": [1, 2, 3],
+        "logprobs": [-1.0, 0.0, -1.0],
+        "versions": [0] * 3,
+        "mask": [True, False, True],
+    }
     several = msgspec.structs.replace(whole.completions[1], **turns)
     assert (
         buffer.put(msgspec.structs.replace(whole, completions=[whole.completions[0], several])) == "accepted"

@@ -127,7 +127,9 @@ class Unopened(Counter):
 
 
 def test_one_that_can_not_be_reset_is_named(tmp_path: Path):
-    with pytest.raises(Unrecoverable, match="Unopened raised RuntimeError: no board, on prompt 3 .* its reset"):
+    with pytest.raises(
+        Unrecoverable, match=r"Unopened raised RuntimeError: no board, on prompt 3 .* its reset"
+    ):
         host(tmp_path, Unopened).open(PROMPT)
 
 

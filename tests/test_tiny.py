@@ -48,6 +48,15 @@ def test_worked_lines_lead_from_the_first_number_to_the_answer() -> None:
         assert last == drawn.direct == f"#### {total}" == f"#### {drawn.answer}"
 
 
+def test_hard_problems_are_longer_and_have_larger_totals_and_their_own_are_held_out() -> None:
+    drawn = list(islice(training(1, HARD), 300))
+    assert {one.worked.count("=") for one in drawn} == {4, 5}
+    assert max(int(one.answer) for one in drawn) > 24
+    assert sum("-" in one.worked for one in drawn) < 150
+    texts = held_out_texts(HARD)
+    assert len(texts) == HELD_OUT and not texts & {one.text for one in drawn} and not texts & held_out_texts()
+
+
 def test_a_seed_is_a_sequence() -> None:
     assert list(islice(training(1), 20)) == list(islice(training(1), 20))
     assert list(islice(training(1), 20)) != list(islice(training(2), 20))

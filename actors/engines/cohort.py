@@ -31,7 +31,11 @@ class Row:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.temperature, self.max_tokens, self.stop = sampling.temperature, sampling.max_tokens, sampling.stop
+        self.temperature, self.max_tokens, self.stop = (
+            sampling.temperature,
+            sampling.max_tokens,
+            sampling.stop,
+        )
         self.finish_reason = ""
         self._prompt_ids = request.prompt_ids
         # Philox is a counter-based generator: streams of different seeds need no warm-up and do not overlap.

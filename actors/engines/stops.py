@@ -39,6 +39,4 @@ class Stops:
         return any(one in end for one in stop)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -6,7 +6,8 @@
 A problem starts with 3 to 12 things; two to five events add or take 1 to 6 of them, and the total stays in
 0 to 24. The base model was trained on this very text: a changed comma here is a changed task.
 
-Hard problems have three to six events, most of them gains, and no bound: the base model has learned few of these sums.
+Hard problems have four or five events, most of them gains, and totals up to 42: the base model has not learned all of
+these sums.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-__all__ = ["HARD", "HELD_OUT", "PLAIN", "Kind", "Problem", "held_out", "held_out_texts", "problem", "problems", "training"]
+__all__ = [
+    "HARD",
+    "HELD_OUT",
+    "PLAIN",
+    "Kind",
+    "Problem",
+    "held_out",
+    "held_out_texts",
+    "problem",
+    "problems",
+    "training",
+]
 
 HELD_OUT = 1024
 """How many problems no training may see."""
@@ -28,25 +40,24 @@ _NAMES = ["Ann", "Ben", "Eva", "Leo", "Mia", "Tom"]
 _THINGS = ["pens", "cards", "books", "coins", "shells", "apples"]
 _GAINS = ["buys", "finds", "wins", "gets"]
 _LOSSES = ["loses", "sells", "drops", "gives away"]
-_MOST_AT_FIRST = 12
+_MOST_AT_FIRST, _MOST_AN_EVENT = 12, 6
 
 
 class Kind(Struct, frozen=True, kw_only=True):
     """What problems are like.
 
     fewest, most:  events. losses: how likely each is one, if there is a choice.
-    most_an_event: things that it adds or takes. most_ever: things in the end.
+    most_ever:     things there may be.
     """
 
     fewest: int = 2
     most: int = 5
     losses: float = 0.5
-    most_an_event: int = 6
     most_ever: int = 24
 
 
 PLAIN = Kind()
-HARD = Kind(fewest=4, losses=0.1, most_ever=99)
+HARD = Kind(fewest=4, losses=0.1, most_ever=42)
 
 
 class Problem(Struct, frozen=True):
@@ -74,7 +85,7 @@ def problem(rng: random.Random, kind: Kind = PLAIN) -> Problem:
     start = f"{rng.choice(_NAMES)} has {total} {thing}"
     events, lines = [], []
     for _ in range(rng.randint(kind.fewest, kind.most)):
-        count = rng.randint(1, kind.most_an_event)
+        count = rng.randint(1, _MOST_AN_EVENT)
         if total + count > kind.most_ever or (rng.random() < kind.losses and total >= count):
             events.append(f"{rng.choice(_LOSSES)} {count}")
             lines.append(f"{total}-{count}={total - count}\n")
