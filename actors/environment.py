@@ -65,11 +65,9 @@ class EnvironmentHost(Actor):
 
     @idempotent
     @max_run_s(PATIENCE_WITH_A_REWARD_S)
-    def open(self, prompt: Prompt) -> str:
-        """What the environment puts after the prompt's text. Raises Unrecoverable if it raises."""
-        environment, text = self._reset(prompt)
-        self._keep(prompt, (), environment)
-        return text
+    def open(self, prompts: Sequence[Prompt]) -> list[str]:
+        """What the environment puts after each prompt's text. Raises Unrecoverable if it raises."""
+        return [self._open(prompt) for prompt in prompts]
 
     @idempotent
     @max_run_s(PATIENCE_WITH_A_REWARD_S)
@@ -79,6 +77,11 @@ class EnvironmentHost(Actor):
         Raises Unrecoverable if the environment raises or gives no finite reward.
         """
         return [self._respond(prompt, tuple(turns)) for turns in transcripts]
+
+    def _open(self, prompt: Prompt) -> str:
+        environment, text = self._reset(prompt)
+        self._keep(prompt, (), environment)
+        return text
 
     def _respond(self, prompt: Prompt, turns: tuple[str, ...]) -> Turn:
         environment = self._pick(prompt, turns[:-1])

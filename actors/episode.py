@@ -26,8 +26,8 @@ class Judge(Protocol):
     """Whoever answers turns: a reward, which has a completion end with its first, or an environment's host."""
 
     @idempotent
-    def open(self, prompt: Prompt) -> str:
-        """What is put after the prompt's text before the policy's first turn."""
+    def open(self, prompts: Sequence[Prompt]) -> list[str]:
+        """What is put after each prompt's text before the policy's first turn."""
         ...
 
     @idempotent
@@ -108,11 +108,15 @@ class Episode:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group under way, from the lease of its prompt until the buffer has it."""
+    """A group under way, from the lease of its prompt until the buffer has it.
+
+    openings: of all the lease's prompts; place: of this one among them.
+    """
 
     prompt: Prompt
     lease: Lease
-    opening: Answer[str]
+    openings: Answer[list[str]]
+    place: int
     prompt_ids: list[int] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     put: Answer[str] | None = None

@@ -137,4 +137,5 @@ class Evaluator(Actor):
     def _episode(self, i: int, sampling: Sampling) -> Episode:
         text, answer = self.rows[i]
         prompt = Prompt(id=i, text=text, answer=answer)
-        return Episode(prompt, self.engine.encode(text + self.judge.open(prompt)), self.seed + i, sampling)
+        [opening] = self.judge.open([prompt])
+        return Episode(prompt, self.engine.encode(text + opening), self.seed + i, sampling)

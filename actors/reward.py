@@ -101,9 +101,9 @@ class Reward(Actor):
         return getattr(self.fn, "__name__", repr(self.fn))
 
     @idempotent
-    def open(self, prompt: Prompt) -> str:
-        """Nothing: see Judge."""
-        return ""
+    def open(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Nothing for each: see Judge."""
+        return [""] * len(prompts)
 
     @idempotent
     @max_run_s(PATIENCE_WITH_A_REWARD_S)

@@ -139,7 +139,7 @@ class RolloutWorker(Actor):
         self._sample()
         self._lease_more()
         self._hold()
-        if self.engine.running or any(one.opening.done for one in self._queue):
+        if self.engine.running or any(one.openings.done for one in self._queue):
             return 0.0
         self.waits.begin("put_wait_s" if self._judging or self._putting else "lease_wait_s")
         return self._pause_s()
@@ -163,7 +163,7 @@ class RolloutWorker(Actor):
                 self._swap_at_once(self._lease.version)
             while self._queue or self._sampling or self._judging:
                 if not self.engine.running:
-                    (self._queue[0].opening if self._queue else self._judging[0].answer).result()
+                    (self._queue[0].openings if self._queue else self._judging[0].answer).result()
                 self._begin_queue()
                 self._take_answers()
                 self._sample()
@@ -283,9 +283,9 @@ class RolloutWorker(Actor):
         self._lease = lease
         self._hold_at = min(self._hold_at, self.clock() + lease.hold_s)
         self._hear_of(lease.version)
-        self._queue += [
-            OpenGroup(prompt, lease, self.reward.ask_soon(Judge.open, prompt)) for prompt in lease.prompts
-        ]
+        if lease.prompts:
+            openings = self.reward.ask_soon(Judge.open, lease.prompts)
+            self._queue += [OpenGroup(prompt, lease, openings, i) for i, prompt in enumerate(lease.prompts)]
 
     def _drop_all(self) -> None:
         self._queue, self._sampling, self._judging, self._whole, self._putting = [], {}, [], [], []
@@ -310,10 +310,10 @@ class RolloutWorker(Actor):
     # --- groups ------------------------------------------------------------------------------------------
 
     def _begin_queue(self) -> None:
-        ready = [one for one in self._queue if one.lease.version <= self.version and one.opening.done]
+        ready = [one for one in self._queue if one.lease.version <= self.version and one.openings.done]
         self._queue = [one for one in self._queue if one not in ready]
         for one in ready:
-            one.prompt_ids = self.engine.encode(one.prompt.text + one.opening.result())
+            one.prompt_ids = self.engine.encode(one.prompt.text + one.openings.result()[one.place])
             seeds = [self._seed_of(one.prompt, sibling) for sibling in range(self.group_size)]
             one.episodes = [Episode(one.prompt, one.prompt_ids, seed, self.sampling) for seed in seeds]
         self._begin_turns({episode: one for one in ready for episode in one.episodes})

@@ -1,8 +1,8 @@
 """GRPO with a tool: asynchronous, and where the policy stops to ask, an environment answers.
 
 prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ evaluator
-environment ◀─┘ ▲                               │
-  turn, answer  └─────────── weights ───────────┘
+environment ◀▶─┘ ▲                              │
+                 └────────── weights ───────────┘
 """
 
 from __future__ import annotations

@@ -51,18 +51,19 @@ def host(folder: Path, made_by: Any = Counter, **options: Any) -> EnvironmentHos
 
 def test_a_turn_is_played_once_as_long_as_the_host_lives(tmp_path: Path):
     one = host(tmp_path)
-    assert one.open(PROMPT) == "From 1:"
+    assert one.open([PROMPT, OTHER]) == ["From 1:"] * 2
     for count in range(1, 5):
         turns = [str(turn) for turn in range(count)]
         assert one.respond(PROMPT, [turns]) == [Turn(text=" ".join(["Count. ", *turns]), reward=0.25)]
-    assert (Counter.made, Counter.stepped) == (1, 4)
+    assert (Counter.made, Counter.stepped) == (2, 4)
 
 
 def test_after_a_death_the_answer_is_the_same(tmp_path: Path):
     one = host(tmp_path)
-    one.open(PROMPT)
-    for count in range(1, 4):
-        before = one.respond(PROMPT, [["a", "b", "c"][:count]])
+    one.open([PROMPT])
+    one.respond(PROMPT, [["a"]])
+    one.respond(PROMPT, [["a", "b"]])
+    before = one.respond(PROMPT, [["a", "b", "c"]])
     assert one.respond(PROMPT, [["a", "b", "c"]]) == before  # asked for again, as the answer was lost
     assert host(tmp_path).respond(PROMPT, [["a", "b", "c"]]) == before
 
@@ -130,7 +131,7 @@ def test_one_that_can_not_be_reset_is_named(tmp_path: Path):
     with pytest.raises(
         Unrecoverable, match=r"Unopened raised RuntimeError: no board, on prompt 3 .* its reset"
     ):
-        host(tmp_path, Unopened).open(PROMPT)
+        host(tmp_path, Unopened).open([PROMPT])
 
 
 def test_environments_by_name(tmp_path: Path):

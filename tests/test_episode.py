@@ -74,8 +74,8 @@ def test_without_room_to_go_on_it_is_cut_off_and_keeps_its_rewards():
 class Talkative:
     """Answers each turn with its number, up to three."""
 
-    def open(self, prompt: Prompt) -> str:
-        return ""
+    def open(self, prompts: Sequence[Prompt]) -> list[str]:
+        return [""] * len(prompts)
 
     def respond(self, prompt: Prompt, transcripts: Sequence[Sequence[str]]) -> list[Turn]:
         return [Turn(text=str(len(turns)), reward=1.0, done=len(turns) == 3) for turns in transcripts]

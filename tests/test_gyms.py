@@ -139,7 +139,7 @@ def test_a_chat_is_played_by_the_host(style: type[Guessing | AsyncGuessing], tmp
     host = EnvironmentHost(environment=lambda: Chat(style, guessed))
     begin(host, tmp_path, "environment")
     prompt = Prompt(id=0, text="Guess.", answer="5")
-    assert host.open(prompt) == ""
+    assert host.open([prompt]) == [""]
     assert host.respond(prompt, [["3"], ["9"]]) == [Turn(text="no 3\nmore"), Turn(text="no 9\nless")]
     assert host.respond(prompt, [["3", "5"]]) == [Turn(reward=0.5, done=True)]
     assert host.respond(prompt, [["9", "7", "6"]]) == [Turn(done=True)]

@@ -91,7 +91,13 @@ def check_ledger(folder: Path, *, steps: int, batch: int, max_staleness: int) ->
     assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == steps
 
 
-@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
+def test_with_a_tool_only_who_judges_differs():
+    plain, tool = (code_lines(FOLDER / f"{name}_grpo.py") for name in ("async", "tool"))
+    marked = [line for line in difflib.ndiff(plain, tool) if line[0] in "+-"]
+    assert 0 < len(marked) <= 30, "\n".join(marked)
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo", "tool_grpo"])
 def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str):
     recipe = load_recipe(name)
     first, second = tmp_path / "first", tmp_path / "second"
