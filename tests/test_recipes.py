@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rolecall import Graph
-from rolecall.recipes import async_grpo, sync_grpo
+from rolecall.recipes import async_grpo, sync_grpo, tool_grpo
 from rolecall.runtime.recipe import load_recipe, recipe_names
 from rolecall.runtime.store import Store
 from rolecall.runtime.testing import LocalRun
@@ -119,6 +119,14 @@ def test_sync_is_on_policy(tmp_path: Path):
     metrics = lines(tmp_path, "metrics.jsonl")
     assert [line["staleness/max"] for line in metrics] == [0, 0, 0]
     assert [line["fresh/ratio_mean"] for line in metrics] == pytest.approx([1.0] * 3, abs=0.005)
+
+
+def test_answers_are_read_and_not_trained(tmp_path: Path):
+    run(tool_grpo.build(tool_grpo.Config(**SMALL_3)), tmp_path)
+    for line in lines(tmp_path, "metrics.jsonl"):
+        assert 0 < line["tokens_trained"] < 16 * line["completions/mean_length"]
+        # If tokens that nobody sampled were counted, as certain ones, ratios would be far below 1.
+        assert line.get("fresh/ratio_mean", 1.0) == pytest.approx(1.0, abs=0.005)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

@@ -132,7 +132,9 @@ def test_while_one_completion_is_answered_others_are_sampled(peers: Peers):
     assert worker._held().keys() == {0, 1}
     slow[1].done = True
     worker.step()
-    assert worker.engine.running == 2 * GROUP_SIZE - 2  # one more has ended, and one has begun its second turn
+    assert (
+        worker.engine.running == 2 * GROUP_SIZE - 2
+    )  # one more has ended, and one has begun its second turn
     while not peers.delivered():
         for answer in slow:
             answer.done = True

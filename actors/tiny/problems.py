@@ -6,8 +6,8 @@
 A problem starts with 3 to 12 things; two to five events add or take 1 to 6 of them, and the total stays in
 0 to 24. The base model was trained on this very text: a changed comma here is a changed task.
 
-Hard problems have four or five events, most of them gains, and totals up to 42: the base model has not learned all of
-these sums.
+Hard problems have four or five events, most of them gains, and totals up to 29: sums that the base model has not
+learned.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Kind(Struct, frozen=True, kw_only=True):
 
 
 PLAIN = Kind()
-HARD = Kind(fewest=4, losses=0.1, most_ever=42)
+HARD = Kind(fewest=4, losses=0.1, most_ever=29)
 
 
 class Problem(Struct, frozen=True):
