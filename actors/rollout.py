@@ -96,6 +96,9 @@ class RolloutWorker(Actor):
         self._sampling: dict[int, _Begun] = {}  # by request
         self._judging: list[_Judged] = []
         self._whole: list[OpenGroup] = []
+        self._turns_go_on = (
+            False  # else whoever is judged is done, as with a reward, and needs no seat any more
+        )
         self._putting: list[OpenGroup] = []
         self._delivered: dict[int, int] = {}  # that the prompt source has not heard of: the lease of each
         self._given: tuple[int, int, list[Group]] = (-1, -1, [])
@@ -256,7 +259,8 @@ class RolloutWorker(Actor):
     def _lease_more(self) -> None:
         if self._asked is not None:
             return
-        seats = self.lease * self.group_size - len(self._sampling)
+        between = sum(len(judged.episodes) for judged in self._judging) if self._turns_go_on else 0
+        seats = self.lease * self.group_size - len(self._sampling) - between
         # One that hands over slower than it samples has enough.
         most = 2 * self.lease - len({judged.one for judged in self._judging}) - len(self._putting)
         room = min(seats // self.group_size - len(self._queue), most)
@@ -353,6 +357,7 @@ class RolloutWorker(Actor):
                     going_on[episode] = judged.one
             if all(episode.done for episode in judged.one.episodes):
                 self._whole.append(judged.one)
+        self._turns_go_on = self._turns_go_on or bool(going_on)
         self._begin_turns(going_on)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:

@@ -96,6 +96,16 @@ def test_the_environments_death_between_two_turns_is_not_noticed(sync_peers: Pee
     assert deaths == 3 * BATCH
 
 
+def test_between_two_turns_a_completion_keeps_its_seat(peers: Peers):
+    worker = in_a_game(peers, sink=True, lease=2)
+    most = 0
+    while len(peers.delivered()) < 2 * BATCH:
+        worker.step()
+        if len(peers.delivered()) >= BATCH:  # by then it knows that turns go on
+            most = max(most, len(worker._held().keys() - peers.buffer._waiting.keys()))
+    assert most == 2
+
+
 class Ponderous:
     """An answer that comes when it is told to."""
 

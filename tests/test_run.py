@@ -67,9 +67,6 @@ def test_a_run_with_a_tool_learns_to_use_it_whoever_is_killed(tmp_path: Path):
     assert result["accuracy_after"] >= 0.85
     assert lines(folder / "eval.jsonl")[-1]["greedy"] >= 0.95
     metrics = check_ledger(folder, 40, 16)
-    # Answers are the environment's: of about 38 tokens eight are not trained.
-    whole = sum(line["completions/mean_length"] * len(line["groups"]) * 8 for line in metrics)
-    assert 0.5 * whole < sum(line["tokens_trained"] for line in metrics) < 0.9 * whole
     fresh = [line["fresh/ratio_mean"] for line in metrics if "fresh/ratio_mean" in line]
     assert all(abs(ratio - 1.0) < 0.005 for ratio in fresh)
     assert command.processes() == []
