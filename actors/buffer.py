@@ -334,6 +334,7 @@ def _is_well_formed_completion(completion: Completion) -> bool:
         and completion.versions == sorted(completion.versions)
         and completion.versions[-1] < 2**62
         and completion.finish_reason in ("stop", "length")
+        and (not completion.mask or (len(completion.mask) == len(completion.ids) and any(completion.mask)))
     )
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ..runtime import Actor, Finished
 from ..runtime.files import read_lines, write_whole
 from ..runtime.store import PolicyVersion, Store
 from .canary import attest
 from .data import load_rows
-from .engines import Engine, Request, Sampling, generate
+from .engines import Engine, Sampling
+from .environment import Environment, EnvironmentHost
+from .episode import Episode, Judge, play
 from .reward import Reward, RewardFunction
 from .types import Prompt
+
+_RIGHT_IS_1 = ("exact_match", "math_verify", "reasoning_gym")
 
 __all__ = ["Evaluation", "Evaluator", "accuracy_function"]
 
@@ -22,7 +28,7 @@ __all__ = ["Evaluation", "Evaluator", "accuracy_function"]
 def accuracy_function(eval_reward: str, reward: str) -> str:
     """The function that says which answers are right: `eval_reward` if given, else `reward` if that is a
     built-in one, which gives 1 for a right answer; a reward of the user's own may not, so else exact_match."""
-    return eval_reward or (reward if reward in ("exact_match", "math_verify") else "exact_match")
+    return eval_reward or (reward if reward in _RIGHT_IS_1 else "exact_match")
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +48,9 @@ class Evaluator(Actor):
     """Evaluates the first version, then one at least `every` optimizer steps later, and that of step number `steps`.
 
     problems: how many held-out ones. score: a reward function, or its name as `reward_function` takes it;
-    1 or more counts as right. It runs in this process. poll_s: between two looks at the store (a conditional GET).
-    It finishes with the last.
+    1 or more counts as right. environment: what completions are played in, if given, as EnvironmentHost takes it; then
+    its rewards count instead of a score's. Either runs in this process. poll_s: between two looks at the store (a
+    conditional GET). It finishes with the last.
     """
 
     preloads = ("torch", "peft", "transformers", "rolecall.actors.engines.transformers")
@@ -58,18 +65,19 @@ class Evaluator(Actor):
         every: int,
         steps: int,
         seed: int,
-        score: RewardFunction | str,
         weights: Store,
+        score: RewardFunction | str = "exact_match",
+        environment: Callable[[], Environment] | str = "",
         poll_s: float = 0.5,
     ) -> None:
         self.model, self.dataset, self.problems = model, dataset, problems
         self.sampling, self.every, self.steps, self.seed = sampling, every, steps, seed
-        self.score, self.weights, self.poll_s = score, weights, poll_s
+        self.score, self.environment = score, environment
+        self.weights, self.poll_s = weights, poll_s
 
     def on_start(self) -> None:
         self.rows = load_rows(self.dataset, self.problems)
-        self.reward = Reward(fn=self.score)  # no actor here, but the same checks
-        self.reward.on_start()
+        self.judge = self._start_judge()
         self.engine = self._load_engine()
         self.store = self.weights.open(self.context.run, self.context.folder)
         self.file: Path = self.context.folder / "eval.jsonl"
@@ -77,6 +85,13 @@ class Evaluator(Actor):
         # A kill may have cut the last line short, and the next must not be joined to it.
         write_whole(self.file, b"".join(msgspec.json.encode(evaluation) + b"\n" for evaluation in done))
         self.next_step = self._step_after(done[-1].step) if done else 0
+
+    def _start_judge(self) -> Judge:
+        """No actor here, but the same checks."""
+        environment = self.environment
+        judge = EnvironmentHost(environment=environment) if environment else Reward(fn=self.score)
+        judge.on_start()
+        return judge
 
     def _load_engine(self) -> Engine:
         from .engines.transformers import load_engine
@@ -111,14 +126,16 @@ class Evaluator(Actor):
             step=policy.step,
             time=time.time(),
             accuracy=self._accuracy(self.sampling),
-            greedy=self._accuracy(Sampling(temperature=0.0, max_tokens=self.sampling.max_tokens)),
+            greedy=self._accuracy(replace(self.sampling, temperature=0.0)),
         )
 
     def _accuracy(self, sampling: Sampling) -> float:
-        requests = [Request(self.engine.encode(text), self.seed + i) for i, (text, _) in enumerate(self.rows)]
-        right = 0
-        samples = generate(self.engine, requests, sampling)
-        for i, ((text, answer), sample) in enumerate(zip(self.rows, samples, strict=True)):
-            prompt = Prompt(id=i, text=text, answer=answer)
-            right += self.reward.score(prompt, [sample.text])[0] >= 1.0
-        return right / len(self.rows)
+        episodes = [self._episode(i, sampling) for i in range(len(self.rows))]
+        play(self.engine, self.judge, episodes)
+        return sum(episode.reward >= 1.0 for episode in episodes) / len(episodes)
+
+    def _episode(self, i: int, sampling: Sampling) -> Episode:
+        text, answer = self.rows[i]
+        prompt = Prompt(id=i, text=text, answer=answer)
+        [opening] = self.judge.open([prompt])
+        return Episode(prompt, self.engine.encode(text + opening), self.seed + i, sampling)

@@ -35,6 +35,7 @@ __all__ = [
     "AdapterError",
     "adapter_files",
     "add_lora",
+    "encode_answer",
     "encode_prompt",
     "eos_ids",
     "linear_at",
@@ -174,6 +175,26 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     after = next((place for place, token in enumerate(ids) if token != bos), len(ids))
     adds_bos = cast(list[int], tokenizer("a")["input_ids"])[0] == bos
     return [bos, *ids[after:]] if after or adds_bos else ids
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, text: str, *, ended: bool) -> list[int]:
+    """Token ids of what is put after a turn that the model has written.
+
+    ended: whether that turn ends with an end-of-sequence token. If so, and the tokenizer has a chat template, the text
+    is the user's next message, up to where the model's begins; else it is this text and nothing more.
+    """
+    if ended and tokenizer.chat_template is not None:
+        said = "\N{SPIRAL NOTE PAD}"  # what the template does not say itself, and leaves as it is
+        chat = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": text},
+        ]
+        whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        after = cast(str, whole).partition(said)[2]
+        # Ends in its end-of-sequence token, which the model has written.
+        text = after.removeprefix(cast(str, tokenizer.eos_token or ""))
+    return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -7,13 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
+from .types import Prompt
+
+if TYPE_CHECKING:
+    from .episode import Judge
 
 __all__ = ["describe", "progress", "report", "sample", "side_by_side"]
 
@@ -110,20 +114,36 @@ def sample(run: RunFolder, prompt: str) -> str:
             f"run {run.path.name} has no adapter to sample from: only one that has finished leaves one",
             exit_code=2,
         )
-    from .engines import Request, Sampling, generate
+    from .engines import Sampling
     from .engines.transformers import load_engine
+    from .episode import Episode, play
 
     config = run.info.config
-    engine = load_engine(config["model"])
-    sampling = Sampling(temperature=config["temperature"], max_tokens=config["max_tokens"])
+    engine, judge = load_engine(config["model"]), _judge(config)
+    stop = (config["stop"],) if config.get("stop") else ()
+    sampling = Sampling(temperature=config["temperature"], max_tokens=config["max_tokens"], stop=stop)
     text = prompt if prompt.endswith("\n") or config["model"] != "tiny" else prompt + "\n"
-    requests = [Request(engine.encode(text), seed) for seed in range(SAMPLES)]
+    asked = Prompt(id=0, text=text, answer="")
+    prompt_ids = engine.encode(text + judge.open([asked])[0])
     columns = []
     with tempfile.TemporaryDirectory() as folder:
         for version, adapter in enumerate([_untrained(config, Path(folder)), run.path / "adapter"]):
             engine.load(version, "", adapter)
-            columns.append([sample.text for sample in generate(engine, requests, sampling)])
+            episodes = [Episode(asked, prompt_ids, seed, sampling) for seed in range(SAMPLES)]
+            play(engine, judge, episodes)
+            columns.append([episode.text for episode in episodes])
     return side_by_side(prompt.strip(), columns)
+
+
+def _judge(config: Mapping[str, Any]) -> Judge:
+    """The run's environment, if it has one: what it gives for an answer nobody knows is not looked at."""
+    from .environment import EnvironmentHost
+    from .reward import Reward
+
+    environment = config.get("environment")
+    judge = EnvironmentHost(environment=environment) if environment else Reward(fn=lambda prompt, text: 0.0)
+    judge.on_start()
+    return judge
 
 
 def side_by_side(title: str, columns: Sequence[Sequence[str]]) -> str:

@@ -39,7 +39,7 @@ class Batch:
                              for the first token of a completion the prompt's last.
     target:                  [N] int64: the sampled token.
     lp_gen, advantage:       [N] float32.
-    loss_mask:               [N] bool: true where the token is trained.
+    loss_mask:               [N] bool: true where the token is trained: where the policy sampled it.
     completion:              [N] int64: number of its completion, counted through all groups given to `pack`.
     tokens:                  places of [B, L] that are not padding.
     """
@@ -111,6 +111,8 @@ def pack(
                     row_tokens: for what attends block by block, and is compiled for each length.
     mask_truncated: false loss mask on completions with finish_reason "length".
     keep_zeros:     pack groups whose advantages are all 0, too: they have a gradient if the loss has a KL.
+
+    Tokens that an environment wrote have a false loss mask.
 
     Raises Unrecoverable when a prompt with one completion is longer than `row_tokens`, ValueError when a prompt
     is empty, a completion lacks a log-probability for a token, or row_tokens are no whole BLOCKs but joined.
@@ -188,6 +190,11 @@ def _check(group: Group) -> None:
                 f"group {group.id} of {group.worker} has a completion of {len(completion.ids)} tokens with "
                 f"{len(completion.logprobs)} log-probabilities: it needs one for each, and at least one token"
             )
+        if completion.mask and len(completion.mask) != len(completion.ids):
+            raise ValueError(
+                f"group {group.id} of {group.worker} has a completion of {len(completion.ids)} tokens with a mask of "
+                f"{len(completion.mask)}: it needs one value for each, or none at all"
+            )
 
 
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
@@ -252,10 +259,10 @@ def _batch(rows: Sequence[Sequence[_Tree]], length: int, mask_truncated: bool) -
     trees = [tree for row in rows for tree in row]
     branches = [branch for tree in trees for branch in tree.branches]
     counts = np.array([len(branch.ids) for branch in branches])
-    trained = [not (mask_truncated and branch.completion.finish_reason == "length") for branch in branches]
+    trained = np.concatenate([_trained(branch.completion, mask_truncated) for branch in branches])
     lp_gen = np.concatenate([np.asarray(branch.completion.logprobs, np.float32) for branch in branches])
 
-    def spread(values: Sequence[float | bool], dtype: type) -> Tensor:
+    def spread(values: Sequence[float], dtype: type) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype), counts))
 
     return Batch(
@@ -266,10 +273,17 @@ def _batch(rows: Sequence[Sequence[_Tree]], length: int, mask_truncated: bool) -
         target=torch.from_numpy(np.concatenate([branch.ids for branch in branches])),
         lp_gen=torch.from_numpy(lp_gen),
         advantage=spread([branch.advantage for branch in branches], np.float32),
-        loss_mask=spread(trained, np.bool_),
+        loss_mask=torch.from_numpy(trained),
         completion=spread([branch.number for branch in branches], np.int64),
         tokens=sum(tree.length for tree in trees),
     )
+
+
+def _trained(completion: Completion, mask_truncated: bool) -> np.ndarray:
+    """[ids] bool."""
+    if mask_truncated and completion.finish_reason == "length":
+        return np.zeros(len(completion.ids), np.bool_)
+    return np.array(completion.mask or [True] * len(completion.ids), np.bool_)
 
 
 def _write(tree: _Tree, ids: np.ndarray, positions: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
-from .types import Prompt
+from .custom import load_from_file
+from .gyms import reasoning_gym
+from .types import Prompt, Turn
 
 __all__ = ["Reward", "RewardFunction", "exact_match", "math_verify", "reward_function"]
 
@@ -68,34 +68,12 @@ def _number(text: str) -> float | str:
 
 
 def reward_function(name: str) -> RewardFunction:
-    """exact_match, math_verify, or "file.py:function" with a function of (prompt, completion text).
+    """exact_match, math_verify, reasoning_gym, or "file.py:function" with a function of (prompt, completion text).
 
     Raises Unrecoverable (exit code 2) if there is no such function or its file can't be loaded.
     """
-    named = {"exact_match": exact_match, "math_verify": math_verify}
-    if name in named:
-        return named[name]
-    file, _, function = name.partition(":")
-    spec = importlib.util.spec_from_file_location(f"rolecall_reward_{Path(file).stem}", file)
-    if not function or not Path(file).is_file() or spec is None or spec.loader is None:
-        raise Unrecoverable(
-            f"there is no reward {name!r}: give {', '.join(named)} or the path of a file and a function in it, as "
-            "rewards.py:mine",
-            exit_code=2,
-        )
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises
-        raise Unrecoverable(
-            f"the reward's file {file} can't be loaded: {type(error).__name__}: {error}", exit_code=2
-        ) from error
-    if not callable(getattr(module, function, None)):
-        known = ", ".join(
-            name for name, value in vars(module).items() if callable(value) and name[:1].isalpha()
-        )
-        raise Unrecoverable(f"{file} has no function {function!r}; it has: {known or 'none'}", exit_code=2)
-    return getattr(module, function)
+    named = {"exact_match": exact_match, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
+    return named[name] if name in named else load_from_file(name, "reward", named)
 
 
 class Reward(Actor):
@@ -121,6 +99,18 @@ class Reward(Actor):
     @property
     def _name(self) -> str:
         return getattr(self.fn, "__name__", repr(self.fn))
+
+    @idempotent
+    def open(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Nothing for each: see Judge."""
+        return [""] * len(prompts)
+
+    @idempotent
+    @max_run_s(PATIENCE_WITH_A_REWARD_S)
+    def respond(self, prompt: Prompt, transcripts: Sequence[Sequence[str]]) -> list[Turn]:
+        """A reward for each completion, which ends with its first turn. Raises as `score` does."""
+        scores = self.score(prompt, ["".join(turns) for turns in transcripts])
+        return [Turn(reward=score, done=True) for score in scores]
 
     @idempotent
     @max_run_s(PATIENCE_WITH_A_REWARD_S)

@@ -1,9 +1,10 @@
 """The rollout worker: prompts in, scored groups out, always under a published policy version.
 
-    prompts ─lease─▶ queue ─add─▶ engine ─step…─▶ whole groups ─score─▶ reward ─put─▶ buffer
+    prompts ─lease─▶ queue ─add─▶ engine ─step…─▶ turns ─▶ reward or environment ─▶ whole groups ─put─▶ buffer
+                                    └──── the next turn, where it has an answer ──┘
 
-Everything overlaps: while the engine goes from token to token, prompts are asked for, versions fetched, groups
-scored and handed over. Nothing waits for the slowest of a batch, and nothing pauses for a swap.
+Everything overlaps: while the engine goes from token to token, prompts are asked for, versions fetched, turns
+answered or scored, and groups handed over. Nothing waits for the slowest of a batch, and nothing pauses for a swap.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ..runtime import Actor, Answer, Finished, Ref, idempotent
 from ..runtime.store import PolicyVersion, Store, StoreError
 from .buffer import Buffer
 from .canary import Quarantined, attest
-from .engines import Engine, Request, Sample, Sampling, load_engine
+from .engines import Engine, Sampling, load_engine
+from .episode import Episode, Judge, OpenGroup, begin_turns
 from .prefetch import Prefetch
 from .prompts import PromptSource
-from .reward import Reward
-from .types import PATIENCE_S, Batch, Completion, Group, Lease, Prompt
+from .types import PATIENCE_S, Batch, Group, Lease, Prompt, Turn
 from .waits import Waits
 
 __all__ = ["RolloutWorker"]
@@ -36,6 +37,7 @@ class RolloutWorker(Actor):
     its share of a step, one lease, when the trainer takes it.
 
     group_size: completions of one prompt. lease: prompts sampled at once (lease × group_size sequences).
+    reward: what ends completions and scores them, or an environment's host, which answers turns until it does.
     engine: what samples, as `load_engine` takes it. lora_rank: the largest rank of the run's adapters.
     max_staleness: how many versions behind the newest a group may be trained: so many more may be in use at once. With
     0 it asks for prompts once it has none, for no more are lent before all of a version are trained.
@@ -57,7 +59,7 @@ class RolloutWorker(Actor):
         lease: int,
         seed: int,
         prompts: Ref[PromptSource],
-        reward: Ref[Reward],
+        reward: Ref[Judge],
         weights: Store,
         sink: Ref[Buffer] | None = None,
         engine: str = "transformers",
@@ -91,13 +93,17 @@ class RolloutWorker(Actor):
         self._telling: dict[int, int] = {}
         self._lease = Lease(number=0, prompts=[], version=-1, finished=False, hold_s=0.0)
         self._hold_at = math.inf
-        self._queue: list[_Open] = []  # for a version that is not loaded yet
-        self._sampling: dict[int, _Open] = {}  # by request
-        self._scoring: list[_Open] = []
-        self._putting: list[_Open] = []
+        self._queue: list[OpenGroup] = []  # for a version that is not loaded yet
+        self._sampling: dict[int, _Begun] = {}  # by request
+        self._judging: list[_Judged] = []
+        self._whole: list[OpenGroup] = []
+        self._turns_go_on = (
+            False  # else whoever is judged is done, as with a reward, and needs no seat any more
+        )
+        self._putting: list[OpenGroup] = []
         self._delivered: dict[int, int] = {}  # that the prompt source has not heard of: the lease of each
         self._given: tuple[int, int, list[Group]] = (-1, -1, [])
-        self._shared: list[_Open] = []  # what was given
+        self._shared: list[OpenGroup] = []  # what was given
 
     def _load_engine(self) -> Engine:
         return load_engine(
@@ -130,15 +136,16 @@ class RolloutWorker(Actor):
             return self._pause_s()
         self.waits.over()
         self._follow()
+        self._take_answers()
         self._hand_over(self.sink)
         self._take_lease()
         self._begin_queue()
         self._sample()
         self._lease_more()
         self._hold()
-        if self.engine.running or self._queue:
+        if self.engine.running or any(one.openings.done for one in self._queue):
             return 0.0
-        self.waits.begin("put_wait_s" if self._scoring or self._putting else "lease_wait_s")
+        self.waits.begin("put_wait_s" if self._judging or self._putting else "lease_wait_s")
         return self._pause_s()
 
     def _pause_s(self) -> float | None:
@@ -153,17 +160,20 @@ class RolloutWorker(Actor):
         completion's draws depend on its prompt alone.
         """
         if self._given[:2] != (step, version):
-            self._queue, self._sampling, self._scoring = [], {}, []  # of a share that failed half-way
+            self._drop_all()  # of a share that failed half-way
             self._shared = []
             self._receive(self._ask(self.lease, wait=False).result())
             if self._queue and self._lease.version > self.version:
                 self._swap_at_once(self._lease.version)
-            self._begin_queue()
-            while self._sampling:
+            while self._queue or self._sampling or self._judging:
+                if not self.engine.running:
+                    (self._queue[0].openings if self._queue else self._judging[0].answer).result()
+                self._begin_queue()
+                self._take_answers()
                 self._sample()
                 self._hold()
-            self._shared, self._scoring = sorted(self._scoring, key=lambda one: one.prompt.id), []
-            self._given = step, version, [self._group(one) for one in self._shared]
+            self._shared, self._whole = sorted(self._whole, key=lambda one: one.prompt.id), []
+            self._given = step, version, [one.group(self._digests, self.worker) for one in self._shared]
         return Batch(groups=self._given[2], dropped={}, depth=0)
 
     @idempotent
@@ -198,7 +208,7 @@ class RolloutWorker(Actor):
             self._newest = self.prefetch.newest
         elif self.prefetch is not None and self.engine.running:
             return  # with nothing to hold up it is fetched here, and if that fails it is this worker's error
-        in_use = {one.version for one in self._sampling.values()}
+        in_use = {begun.version for begun in self._sampling.values()}
         if len(in_use) >= self.max_loras and not self.inflight_swap:
             return  # the engine would have no room before one of them is done
         if self._newest > self.version:
@@ -251,9 +261,10 @@ class RolloutWorker(Actor):
     def _lease_more(self) -> None:
         if self._asked is not None:
             return
-        seats = self.lease * self.group_size - len(self._sampling)
+        between = sum(len(judged.episodes) for judged in self._judging) if self._turns_go_on else 0
+        seats = self.lease * self.group_size - len(self._sampling) - between
         # One that hands over slower than it samples has enough.
-        most = 2 * self.lease - len(self._scoring) - len(self._putting)
+        most = 2 * self.lease - len({judged.one for judged in self._judging}) - len(self._putting)
         room = min(seats // self.group_size - len(self._queue), most)
         if room > 0 if self.max_staleness else room == self.lease:
             self._asked = self._ask(room, wait=True)
@@ -262,7 +273,7 @@ class RolloutWorker(Actor):
         if self._asked is not None and self._asked.done:
             lease, self._asked = self._asked.result(), None
             if lease.finished:
-                self._queue, self._sampling, self._scoring, self._putting = [], {}, [], []  # nobody wants it
+                self._drop_all()  # nobody wants it
                 raise Finished
             self._receive(lease)
 
@@ -278,11 +289,19 @@ class RolloutWorker(Actor):
         self._lease = lease
         self._hold_at = min(self._hold_at, self.clock() + lease.hold_s)
         self._hear_of(lease.version)
-        self._queue += [_Open(prompt, lease, self.engine.encode(prompt.text)) for prompt in lease.prompts]
+        if lease.prompts:
+            openings = self.reward.ask_soon(Judge.open, lease.prompts)
+            self._queue += [OpenGroup(prompt, lease, openings, i) for i, prompt in enumerate(lease.prompts)]
+
+    def _drop_all(self) -> None:
+        self._queue, self._sampling, self._judging, self._whole, self._putting = [], {}, [], [], []
 
     def _held(self) -> dict[int, int]:
         """The prompts it works on, and the lease that each came with."""
-        held = [*self._queue, *self._sampling.values(), *self._scoring, *self._putting, *self._shared]
+        under_way = [begun.one for begun in self._sampling.values()] + [
+            judged.one for judged in self._judging
+        ]
+        held = [*self._queue, *under_way, *self._whole, *self._putting, *self._shared]
         return {one.prompt.id: one.lease.number for one in held}
 
     def _hold(self) -> None:
@@ -297,50 +316,62 @@ class RolloutWorker(Actor):
     # --- groups ------------------------------------------------------------------------------------------
 
     def _begin_queue(self) -> None:
-        ready = [one for one in self._queue if one.lease.version <= self.version]
-        if not ready:
-            return
-        self._queue = [one for one in self._queue if one.lease.version > self.version]
-        requests = [
-            Request(one.prompt_ids, self._seed_of(one.prompt, sibling))
-            for one in ready
-            for sibling in range(self.group_size)
-        ]
-        ids = self.engine.add(requests, self.sampling)
-        for place, id in enumerate(ids):
-            one = ready[place // self.group_size]
-            one.version = self.version
-            one.requests.append(id)
-            self._sampling[id] = one
+        ready = [one for one in self._queue if one.lease.version <= self.version and one.openings.done]
+        self._queue = [one for one in self._queue if one not in ready]
+        for one in ready:
+            one.prompt_ids = self.engine.encode(one.prompt.text + one.openings.result()[one.place])
+            seeds = [self._seed_of(one.prompt, sibling) for sibling in range(self.group_size)]
+            one.episodes = [Episode(one.prompt, one.prompt_ids, seed, self.sampling) for seed in seeds]
+        self._begin_turns({episode: one for one in ready for episode in one.episodes})
+
+    def _begin_turns(self, owners: Mapping[Episode, OpenGroup]) -> None:
+        for id, episode in begin_turns(self.engine, list(owners)).items():
+            self._sampling[id] = _Begun(owners[episode], episode, self.version)
 
     def _sample(self) -> None:
-        """One token; groups that are whole go to the reward."""
+        """One token; turns that have come to their end are judged, those of one group together."""
         if not self.engine.running:
             return
         began = time.monotonic()
         finished = self.engine.step()
         self.waits.sampled(began)
-        if self._published and any(one.version == self.version for one in self._sampling.values()):
+        if self._published and any(begun.version == self.version for begun in self._sampling.values()):
             self.waits.first_token_s, self._published = time.time() - self._published, 0.0
+        ended = dict[OpenGroup, list[Episode]]()
         for sampled in finished:
-            one = self._sampling.pop(sampled.id, None)
-            if one is None:
-                continue  # of a share that failed
-            one.samples[sampled.id] = sampled.sample
-            if len(one.samples) == self.group_size:
-                texts = [one.samples[id].text for id in one.requests]
-                one.rewards = self.reward.ask_soon(Reward.score, one.prompt, texts)
-                self._scoring.append(one)
+            begun = self._sampling.pop(sampled.id, None)
+            if begun is not None:  # else of a share that failed
+                begun.episode.add_turn(sampled.sample)
+                ended.setdefault(begun.one, []).append(begun.episode)
+        for one, episodes in ended.items():
+            transcripts = [episode.turns.copy() for episode in episodes]
+            answer = self.reward.ask_soon(Judge.respond, one.prompt, transcripts)
+            self._judging.append(_Judged(one, episodes, answer))
+
+    def _take_answers(self) -> None:
+        """Go on with the completions that have an answer and are not done with it; groups may be whole by it."""
+        if self.version < 0:
+            return  # the engine has not proved what it would go on under
+        going_on = dict[Episode, OpenGroup]()
+        for judged in [judged for judged in self._judging if judged.answer.done]:
+            self._judging.remove(judged)
+            for episode, turn in zip(judged.episodes, judged.answer.result(), strict=True):
+                episode.add_answer(turn, self.engine)
+                if not episode.done:
+                    going_on[episode] = judged.one
+            if all(episode.done for episode in judged.one.episodes):
+                self._whole.append(judged.one)
+        self._turns_go_on = self._turns_go_on or bool(going_on)
+        self._begin_turns(going_on)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:
-        scored = [one for one in self._scoring if one.rewards is not None and one.rewards.done]
-        groups = [self._group(one) for one in scored]
-        for one, group in zip(scored, groups, strict=True):
+        groups = [one.group(self._digests, self.worker) for one in self._whole]
+        for one, group in zip(self._whole, groups, strict=True):
             one.put = sink.ask_soon(Buffer.put, group)
-            self._scoring.remove(one)
-            self._putting.append(one)
+        self._putting += self._whole
+        self._whole = []
         if groups:
-            tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
+            tokens = sum(completion.sampled for group in groups for completion in group.completions)
             newest = max(group.version for group in groups)
             self.report(groups=len(groups), tokens=tokens, version=newest, **self.waits.take())
         for one in [one for one in self._putting if one.put is not None and one.put.done]:
@@ -351,43 +382,23 @@ class RolloutWorker(Actor):
             else:
                 self._hold_at = self.clock()  # its prompt is to be lent again, and soon
 
-    def _group(self, one: _Open) -> Group:
-        assert one.rewards is not None
-        samples = [one.samples[id] for id in one.requests]
-        completions = [
-            Completion(
-                ids=sample.ids,
-                logprobs=sample.logprobs,
-                versions=sample.versions,
-                finish_reason=sample.finish_reason,
-                text=sample.text,
-                reward=reward,
-            )
-            for sample, reward in zip(samples, one.rewards.result(), strict=True)
-        ]
-        return Group(
-            prompt=one.prompt,
-            prompt_ids=one.prompt_ids,
-            completions=completions,
-            digests={version: self._digests[version] for sample in samples for version in sample.versions},
-            worker=self.worker,
-        )
-
     def _seed_of(self, prompt: Prompt, sibling: int) -> int:
         """The same completion whichever worker samples it, and when it is sampled again."""
         key = f"{self.seed}/{prompt.id}/{sibling}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest())
 
 
-@dataclass(eq=False)
-class _Open:
-    """A group under way, from the lease of its prompt until the buffer has it."""
+class _Begun(NamedTuple):
+    """A turn that the engine samples. version: under which it was begun."""
 
-    prompt: Prompt
-    lease: Lease
-    prompt_ids: list[int]
-    version: int = -1  # under which it was begun
-    requests: list[int] = field(default_factory=list)
-    samples: dict[int, Sample] = field(default_factory=dict)
-    rewards: Answer[list[float]] | None = None
-    put: Answer[str] | None = None
+    one: OpenGroup
+    episode: Episode
+    version: int
+
+
+class _Judged(NamedTuple):
+    """Completions of one group whose turns are being answered."""
+
+    one: OpenGroup
+    episodes: list[Episode]
+    answer: Answer[list[Turn]]

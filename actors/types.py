@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-__all__ = ["PATIENCE_S", "Batch", "Completion", "Count", "Group", "Lease", "Prompt"]
+__all__ = ["PATIENCE_S", "Batch", "Completion", "Count", "Group", "Lease", "Prompt", "Turn"]
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 """A number that another machine may send: any JSON file and any 8-byte integer can hold it."""
@@ -43,14 +43,30 @@ class Lease(Struct, frozen=True, kw_only=True):
     hold_s: float
 
 
-class Completion(Struct, frozen=True, kw_only=True):
-    """One sampled answer.
+class Turn(Struct, frozen=True, kw_only=True):
+    """What is answered to a turn of the policy's.
 
-    ids:           sampled token ids, end-of-sequence included.
-    logprobs:      log-probability of each under the distribution it was drawn from (after temperature).
-    versions:      policy version that sampled each token; they never decrease.
-    finish_reason: "stop" (an end-of-sequence token) or "length" (cut off).
-    reward:        what the reward function gave; NaN until it is scored.
+    text:   put after the turn, for the policy to go on from.
+    reward: for this turn; a completion's is the sum of its turns'.
+    done:   whether this was the last one; nothing is put after it.
+    """
+
+    text: str = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """All that comes after the prompt: one turn of the policy's, or several with an environment's answers between.
+
+    ids:           token ids, end-of-sequence included.
+    logprobs:      log-probability of each under the distribution it was drawn from (after temperature); 0 for what
+                   an environment wrote.
+    versions:      policy version that sampled each token; an environment's have that of the token before. They never
+                   decrease.
+    mask:          true where the policy sampled the token, and only there is it trained; empty where it sampled all.
+    finish_reason: "stop" (it came to its end) or "length" (cut off).
+    reward:        what the reward function or the environment gave; NaN until it is scored.
     """
 
     ids: list[int]
@@ -58,7 +74,13 @@ class Completion(Struct, frozen=True, kw_only=True):
     versions: list[int]
     finish_reason: str
     text: str
+    mask: list[bool] = []
     reward: float = float("nan")
+
+    @property
+    def sampled(self) -> int:
+        """How many of its tokens the policy sampled."""
+        return sum(self.mask) if self.mask else len(self.ids)
 
 
 class Group(Struct, frozen=True, kw_only=True):

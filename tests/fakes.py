@@ -54,6 +54,9 @@ class FakeEngine:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        return list(text.encode())
+
     @property
     def running(self) -> int:
         return len(self._under_way)

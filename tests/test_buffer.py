@@ -242,6 +242,8 @@ NAN, INFINITY = float("nan"), float("inf")
         {"ids": [1, 2], "logprobs": [-1.0, -1.0], "versions": [0]},
         {"ids": [1, 2], "logprobs": [-1.0, -1.0], "versions": [1, 0]},
         {"finish_reason": "tired"},
+        {"mask": [True, True]},
+        {"mask": [False]},
     ],
 )
 def test_a_completion_nobody_could_train_is_refused(buffer: Buffer, wrong: dict[str, Any]):
@@ -252,6 +254,20 @@ def test_a_completion_nobody_could_train_is_refused(buffer: Buffer, wrong: dict[
     )
     assert buffer.record.dropped == {"malformed": 1}
     assert buffer.put(whole) == "accepted"
+
+
+def test_a_completion_of_several_turns_is_accepted(buffer: Buffer):
+    whole = group(0)
+    turns = {
+        "ids": [1, 2, 3],
+        "logprobs": [-1.0, 0.0, -1.0],
+        "versions": [0] * 3,
+        "mask": [True, False, True],
+    }
+    several = msgspec.structs.replace(whole.completions[1], **turns)
+    assert (
+        buffer.put(msgspec.structs.replace(whole, completions=[whole.completions[0], several])) == "accepted"
+    )
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,10 @@ def test_a_recipe_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["async_grp"], "there is no recipe 'async_grp'; did you mean 'async_grpo'? There are: async_grpo, sync_grpo"),
-        (["quux"], "there is no recipe 'quux'. There are: async_grpo, sync_grpo, or give the path of a .py file "
-         "or the dotted name of a module"),
+        (["async_grp"], "there is no recipe 'async_grp'; did you mean 'async_grpo'? There are: async_grpo, sync_grpo, "
+         "tool_grpo"),
+        (["quux"], "there is no recipe 'quux'. There are: async_grpo, sync_grpo, tool_grpo, or give the path of a .py "
+         "file or the dotted name of a module"),
         (["missing.py"], "there is no recipe file {here}/missing.py: check the path"),
         (["async_grpo", "--set", "stepz=4"], "async_grpo has no setting 'stepz'; did you mean 'steps'? It has: batch,"),
         (["async_grpo", "--set", "steps"], "--set steps: write it as field=value"),

@@ -68,6 +68,45 @@ def test_fewer_tokens_are_the_start_of_more(tmp_path: Path) -> None:
     assert [sample.ids for sample in few] == [sample.ids[:3] for sample in many]
 
 
+@pytest.mark.parametrize("stop", [("=",), ("+4",), ("\n#", "5-"), ("####",), (" pens", "no")])
+def test_a_completion_ends_with_the_token_that_completes_a_text(
+    stop: tuple[str, ...], tmp_path: Path
+) -> None:
+    """And is the same until then; some of these texts are parts of a token, some are several tokens."""
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1))
+    requests = group(engine, prompts=6, size=6)
+    whole = generate(engine, requests, Sampling(max_tokens=40))
+    tokenizer = load_tokenizer("tiny")
+    stopped = 0
+    for free, sample in zip(
+        whole, generate(engine, requests, Sampling(max_tokens=40, stop=stop)), strict=True
+    ):
+        texts = [tokenizer.decode(free.ids[: n + 1], skip_special_tokens=True) for n in range(len(free.ids))]
+        ends = [n + 1 for n, text in enumerate(texts) if any(one in text for one in stop)]
+        length = ends[0] if ends else len(free.ids)
+        assert (sample.ids, sample.text) == (free.ids[:length], texts[length - 1])
+        assert sample.logprobs == pytest.approx(free.logprobs[:length], abs=5e-5)
+        assert len(sample.versions) == length
+        assert sample.finish_reason == ("stop" if ends else free.finish_reason)
+        stopped += bool(ends)
+    assert stopped > 0 or stop == (" pens", "no")
+
+
+def test_an_empty_text_to_stop_at_is_refused(tmp_path: Path) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1))
+    with pytest.raises(Unrecoverable, match="cannot stop at an empty text"):
+        generate(engine, group(engine, prompts=1, size=1), Sampling(max_tokens=4, stop=("=", "")))
+
+
+def test_an_answer_is_read_as_it_is(tmp_path: Path) -> None:
+    engine = engine_under("tiny", adapter("tiny", tmp_path / "one", 1))
+    assert engine.encode_answer("19", [5, 6]) == engine.encode("19")
+    assert engine.encode_answer("19", [5, 1]) == engine.encode(
+        "19"
+    )  # no chat template: no message of its own
+    assert engine.encode_answer("", [5, 6]) == []
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_generate(name: str, tmp_path: Path) -> None:
     folder = adapter(name, tmp_path / "one", 1)

@@ -17,6 +17,7 @@ from rolecall.actors.model import (
     AdapterError,
     adapter_files,
     add_lora,
+    encode_answer,
     encode_prompt,
     eos_ids,
     load_model,
@@ -118,6 +119,24 @@ def word_tokenizer(*, adds_bos: bool, template: str | None) -> PreTrainedTokeniz
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '[' + ('user' if m['role'] == 'user' else 'model') + '] ' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}</s>{% endif %}{{ ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}[model]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ended", "ids"),
+    [(None, True, [4]), (None, False, [4]), (CHAT_TEMPLATE, False, [4]), (CHAT_TEMPLATE, True, [2, 4, 3])],
+)
+def test_an_answer_is_a_message_of_its_own_where_the_turn_has_ended(
+    template: str | None, ended: bool, ids: list[int]
+):
+    tokenizer = word_tokenizer(adds_bos=True, template=template)
+    assert encode_answer(tokenizer, "hello", ended=ended) == ids
 
 
 BARE_TEMPLATE = "[user] {{ messages[0]['content'] }}{% if add_generation_prompt %} [model]{% endif %}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -198,3 +199,26 @@ def test_a_block_mask_shows_what_a_dense_one_shows(lengths: list[tuple[int, list
                     q, k = query * BLOCK + places[:, None], key * BLOCK + places
                     shown[q, k] = True if every else blocks.mask_mod(torch.tensor(0), torch.tensor(0), q, k)
         assert torch.equal(shown, dense[0, 0])
+
+
+def test_what_an_environment_wrote_is_read_and_not_trained() -> None:
+    one = group(0, [4, 5], [[1, 2, 3], [1, 2, 9, 3]])
+    mask = [True, False, False, True]
+    several = msgspec.structs.replace(one.completions[1], mask=mask, finish_reason="length")
+    one = msgspec.structs.replace(one, completions=[one.completions[0], several])
+    packed = pack([one], [[1.0, -1.0]], row_tokens=20)
+    (batch,) = packed.batches
+    assert batch.loss_mask[batch.completion == 1].tolist() == mask
+    assert batch.loss_mask[batch.completion == 0].all()
+    assert packed.trained_tokens == 5
+    found = contexts(batch)[1]
+    assert found[3][0] == [4, 5, 1, 2, 9]  # the last token is predicted from all of them
+    truncated = pack([one], [[1.0, -1.0]], row_tokens=20, mask_truncated=True)
+    assert truncated.trained_tokens == 3
+
+
+def test_a_mask_of_another_length_is_an_error() -> None:
+    one = group(0, [4], [[1, 2]])
+    one = msgspec.structs.replace(one, completions=[msgspec.structs.replace(one.completions[0], mask=[True])])
+    with pytest.raises(ValueError, match="2 tokens with a mask of 1"):
+        pack([one], [[1.0]], row_tokens=20)

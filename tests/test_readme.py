@@ -53,6 +53,7 @@ def test_every_command_is_run_by_a_test_below():
     left = [c for c in _commands() if not any(c.startswith(start) for start in tested)]
     assert left == [
         "pip install -e . && rolecall run async_grpo",
+        "rolecall run tool_grpo",  # tests/test_run.py does
         'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
         'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
     ]
@@ -130,6 +131,8 @@ def test_files_of_ones_own(tmp_path: Path):
     short = _arguments("rolecall run async_grpo --set reward=short.py")
     assert "in 5 steps" in _run([*short, *FEW_PROBLEMS], tmp_path)
     assert "in 5 steps" in _run([*_arguments("rolecall run diary.py"), *FEW_PROBLEMS], tmp_path)
+    retry = _arguments("rolecall run tool_grpo --set environment=retry.py")
+    assert "in 5 steps" in _run([*retry, *FEW_PROBLEMS], tmp_path)
     (diary,) = tmp_path.glob("runs/diary-*/diary.txt")
     assert "version 5" in diary.read_text() or "step 5" in diary.read_text()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rolecall import Graph
-from rolecall.recipes import async_grpo, sync_grpo
+from rolecall.recipes import async_grpo, sync_grpo, tool_grpo
 from rolecall.runtime.recipe import load_recipe, recipe_names
 from rolecall.runtime.store import Store
 from rolecall.runtime.testing import LocalRun
@@ -91,7 +91,13 @@ def check_ledger(folder: Path, *, steps: int, batch: int, max_staleness: int) ->
     assert evaluations[0]["step"] == 0 and evaluations[-1]["step"] == steps
 
 
-@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
+def test_with_a_tool_only_who_judges_differs():
+    plain, tool = (code_lines(FOLDER / f"{name}_grpo.py") for name in ("async", "tool"))
+    marked = [line for line in difflib.ndiff(plain, tool) if line[0] in "+-"]
+    assert 0 < len(marked) <= 30, "\n".join(marked)
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo", "tool_grpo"])
 def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str):
     recipe = load_recipe(name)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -113,6 +119,14 @@ def test_sync_is_on_policy(tmp_path: Path):
     metrics = lines(tmp_path, "metrics.jsonl")
     assert [line["staleness/max"] for line in metrics] == [0, 0, 0]
     assert [line["fresh/ratio_mean"] for line in metrics] == pytest.approx([1.0] * 3, abs=0.005)
+
+
+def test_answers_are_read_and_not_trained(tmp_path: Path):
+    run(tool_grpo.build(tool_grpo.Config(**SMALL_3)), tmp_path)
+    for line in lines(tmp_path, "metrics.jsonl"):
+        assert 0 < line["tokens_trained"] < 16 * line["completions/mean_length"]
+        # If tokens that nobody sampled were counted, as certain ones, ratios would be far below 1.
+        assert line.get("fresh/ratio_mean", 1.0) == pytest.approx(1.0, abs=0.005)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

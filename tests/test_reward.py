@@ -162,7 +162,10 @@ def three(prompt, completion, scale): return 1.0
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        ("", "there is no reward '.*rewards.py': give exact_match, math_verify or the path of a file"),
+        (
+            "",
+            "there is no reward '.*rewards.py': give exact_match, math_verify, reasoning_gym or the path of a file",
+        ),
         (":shrt", "rewards.py has no function 'shrt'; it has: short, one, three"),
         (":LIMIT", "rewards.py has no function 'LIMIT'"),
         (":one", "reward function one must take two arguments, .*: too many positional arguments"),

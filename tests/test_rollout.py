@@ -55,11 +55,11 @@ class Peers(Direct):
 
     def worker(
         self, *, sink: bool, name: str = "rollout", incarnation: int = 1, lease: int = BATCH, node: str = "",
-        max_staleness: int = 2,
+        max_staleness: int = 2, max_tokens: int = 4,
     ) -> FakeRollout:  # fmt: skip
         to: Ref[Buffer] | None = ref("buffer") if sink else None
         made = FakeRollout(
-            model="fake", sampling=Sampling(max_tokens=4), group_size=GROUP_SIZE, lease=lease, seed=5,
+            model="fake", sampling=Sampling(max_tokens=max_tokens), group_size=GROUP_SIZE, lease=lease, seed=5,
             prompts=ref("prompts"), reward=ref("reward"), weights=Store(), sink=to,
             max_staleness=max_staleness, clock=lambda: self.now,
         )  # fmt: skip

@@ -54,6 +54,24 @@ def test_the_main_job_learns_to_show_its_working_over_s3(tmp_path: Path, s3_serv
     assert "base" in out and "trained" in out and out.count("#### ") >= 4
 
 
+def test_a_run_with_a_tool_learns_to_use_it_whoever_is_killed(tmp_path: Path):
+    command = Command(["run", "tool_grpo", "--json"], tmp_path)
+    folder = command.run_folder()
+    for role, at_step in (("environment", 3), ("rollout-1", 8)):
+        _kill(folder, role, at_step)
+    code, out, err = command.finish(240)
+    assert code == 0, err
+    result = msgspec.json.decode(out)
+    assert result["restarts"] == 2
+    assert result["accuracy_before"] <= 0.35
+    assert result["accuracy_after"] >= 0.85
+    assert lines(folder / "eval.jsonl")[-1]["greedy"] >= 0.95
+    metrics = check_ledger(folder, 40, 16)
+    fresh = [line["fresh/ratio_mean"] for line in metrics if "fresh/ratio_mean" in line]
+    assert all(abs(ratio - 1.0) < 0.005 for ratio in fresh)
+    assert command.processes() == []
+
+
 # Each kill waits for a step after the one before, so it finds a run that has gone on. Six in one run would be too
 # many: a sixth death within a minute ends it.
 @pytest.mark.parametrize("roles", [ROLES[::2], ROLES[1::2]], ids=", ".join)

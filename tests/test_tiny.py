@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from rolecall.actors.tiny import BASE
 from rolecall.actors.tiny.problems import (
+    HARD,
     HELD_OUT,
+    Kind,
     Problem,
     held_out,
     held_out_texts,
@@ -46,6 +48,15 @@ def test_worked_lines_lead_from_the_first_number_to_the_answer() -> None:
         assert last == drawn.direct == f"#### {total}" == f"#### {drawn.answer}"
 
 
+def test_hard_problems_are_longer_and_have_larger_totals_and_their_own_are_held_out() -> None:
+    drawn = list(islice(training(1, HARD), 300))
+    assert {one.worked.count("=") for one in drawn} == {4, 5}
+    assert max(int(one.answer) for one in drawn) == 29
+    assert sum("-" in one.worked for one in drawn) < 150
+    texts = held_out_texts(HARD)
+    assert len(texts) == HELD_OUT and not texts & {one.text for one in drawn}
+
+
 def test_a_seed_is_a_sequence() -> None:
     assert list(islice(training(1), 20)) == list(islice(training(1), 20))
     assert list(islice(training(1), 20)) != list(islice(training(2), 20))
@@ -74,7 +85,7 @@ def test_the_shipped_base_was_not_trained_on_held_out_problems() -> None:
     for _ in range(540):
         events = rng.randint(2, 5)
         for _ in range(32):
-            seen.add(problem(rng, fewest=events, most=events).text)
+            seen.add(problem(rng, Kind(fewest=events, most=events)).text)
             rng.random()
     assert len(seen) > 17_000
     assert not held_out_texts() & seen

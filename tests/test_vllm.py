@@ -169,6 +169,26 @@ class TestEngine:
         same(together, seen["seeds"]["reversed"])
         assert len({tuple(told["ids"]) for told in together}) == len(together) == 8
 
+    def test_a_completion_ends_with_the_token_that_completes_a_text(
+        self, seen: dict[str, Any], folders: dict[str, Path]
+    ):
+        """And is the same until then, with all its log-probs; those that were cut off leave nothing behind."""
+        stops, tokenizer = seen["stops"], load_tokenizer("tiny")
+        same(stops["free"], stops["after"])
+        assert stops["running"] == 0
+        ended = 0
+        for free, stopped in zip(stops["free"], stops["stopped"], strict=True):
+            texts = [tokenizer.decode(free["ids"][: n + 1]) for n in range(len(free["ids"]))]
+            ends = [n + 1 for n, text in enumerate(texts) if "=" in text or "\n#" in text]
+            length = ends[0] if ends else len(free["ids"])
+            assert stopped["ids"] == free["ids"][:length]
+            assert stopped["logprobs"] == pytest.approx(free["logprobs"][:length], abs=1e-4)
+            assert len(stopped["versions"]) == length
+            assert stopped["finish_reason"] == ("stop" if ends else free["finish_reason"])
+            ended += bool(ends)
+        assert ended > 0
+        assert max(differences(stops["stopped"], folders)) < CLOSE
+
     def test_the_prompt_of_siblings_is_computed_once(self, seen: dict[str, Any], folders: dict[str, Path]):
         siblings = seen["siblings"]
         lengths = [len(told["prompt_ids"]) for told in siblings["samples"]]

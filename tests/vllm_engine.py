@@ -63,9 +63,14 @@ def told(request: Request, sample: Sample, temperature: float) -> dict[str, Any]
 
 
 def sampled(
-    engine: VllmEngine, requests: Sequence[Request], *, temperature: float = 1.0, most: int = 24
+    engine: VllmEngine,
+    requests: Sequence[Request],
+    *,
+    temperature: float = 1.0,
+    most: int = 24,
+    stop: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    samples = generate(engine, requests, Sampling(temperature=temperature, max_tokens=most))
+    samples = generate(engine, requests, Sampling(temperature=temperature, max_tokens=most, stop=stop))
     return [told(request, sample, temperature) for request, sample in zip(requests, samples, strict=True)]
 
 
@@ -344,8 +349,19 @@ def between_requests(folders: dict[str, Path], refused: dict[str, str], here: Pa
     return seen | {
         "refusals": refusals(engine, refused, folders),
         "never": never(engine),
+        "stops": texts_to_stop_at(engine),
         "none": sampled(engine, []),
         "breakdown": breakdown(engine, folders),
+    }
+
+
+def texts_to_stop_at(engine: VllmEngine) -> dict[str, Any]:
+    requests = group(engine, prompts=4, size=4)
+    return {
+        "free": sampled(engine, requests),
+        "stopped": sampled(engine, requests, stop=("=", "\n#")),
+        "running": engine.running,
+        "after": sampled(engine, requests),
     }
 
 

@@ -24,10 +24,12 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
     temperature: what logits are divided by; 0 takes the likeliest token (the first of equals).
     max_tokens:  tokens after which a completion is cut off.
+    stop:        a completion ends with the token that completes one of these texts, as with an end-of-sequence token.
     """
 
     temperature: float = 1.0
     max_tokens: int
+    stop: tuple[str, ...] = ()
 
 
 class Request(Struct, frozen=True):
@@ -48,7 +50,7 @@ class Sample(Struct, frozen=True):
                    float32 logits; at temperature 0, where that is always 0, under temperature 1.
     versions:      the policy version that each was sampled under. They differ only where a swap may fall into a
                    completion, and then never decrease.
-    finish_reason: "stop" (an end-of-sequence token) or "length" (cut off).
+    finish_reason: "stop" (an end-of-sequence token, or one of the texts to stop at) or "length" (cut off).
     text:          the ids decoded, without special tokens.
     """
 
@@ -122,6 +124,14 @@ class Engine(Protocol):
         """A prompt's token ids, as the model wants it asked."""
         ...
 
+    def encode_answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        """Token ids of what is answered to a turn (`ids`) that was sampled, to put between it and the next one.
+
+        In a chat it is a message of its own if the turn has ended with an end-of-sequence token, and then the ids go as
+        far as the start of the next turn; else it is just this text.
+        """
+        ...
+
 
 def generate(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
     """One sample a request, in their order, from an engine that nobody else has added to."""
@@ -141,6 +151,8 @@ def check_requests(model: str, room: int | None, requests: Sequence[Request], sa
             f"more, the second at least 1",
             exit_code=2,
         )
+    if "" in sampling.stop:
+        raise Unrecoverable("cannot stop at an empty text: leave it out of stop", exit_code=2)
     lengths = [len(request.prompt_ids) for request in requests]
     if min(lengths, default=1) == 0:
         raise Unrecoverable("a prompt has no tokens at all: leave empty prompts out of the data", exit_code=2)

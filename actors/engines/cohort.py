@@ -13,6 +13,7 @@ import torch
 
 from . import Request, Sampling
 from .batch import Batch, Forward
+from .stops import Stops
 
 __all__ = ["Cohort", "Row"]
 
@@ -30,7 +31,12 @@ class Row:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
-        self.temperature, self.max_tokens = sampling.temperature, sampling.max_tokens
+        self.temperature, self.max_tokens, self.stop = (
+            sampling.temperature,
+            sampling.max_tokens,
+            sampling.stop,
+        )
+        self.finish_reason = ""
         self._prompt_ids = request.prompt_ids
         # Philox is a counter-based generator: streams of different seeds need no warm-up and do not overlap.
         stream = np.random.Generator(np.random.Philox(key=request.seed))
@@ -87,7 +93,7 @@ class Cohort:
         if any(temperature not in (0, 1) for temperature in temperatures):
             self._divisor = torch.tensor([value or 1.0 for value in temperatures], device=device)[:, None]
 
-    def draw(self, eos: Collection[int]) -> list[Row]:
+    def draw(self, eos: Collection[int], stops: Stops) -> list[Row]:
         """Add a token to every row; those that are done by it, which leave."""
         uniforms = [0.0] * len(self._batch)
         for place, row in zip(self._places, self.rows, strict=True):
@@ -101,7 +107,11 @@ class Cohort:
             row.logprobs.append(value)
             row.versions.append(self.version)
             self.finite = self.finite and math.isfinite(value)
-            if token in eos or len(row.ids) == row.max_tokens:
+            if token in eos or stops.reached(row.ids, row.stop):
+                row.finish_reason = "stop"
+                done.append(row)
+            elif len(row.ids) == row.max_tokens:
+                row.finish_reason = "length"
                 done.append(row)
             else:
                 rows.append(row)

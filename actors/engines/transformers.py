@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...runtime.errors import Unrecoverable
 from ..model import (
     AdapterError,
+    encode_answer,
     encode_prompt,
     eos_ids,
     load_model,
@@ -28,6 +29,7 @@ from . import Request, Sample, Sampled, Sampling, check_requests
 from .batch import Batch, Forward
 from .cohort import Cohort, Row
 from .layers import MergedLayers, PeftLayers
+from .stops import Stops
 
 __all__ = ["TransformersEngine", "load_engine"]
 
@@ -62,7 +64,7 @@ class TransformersEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         self._model, self._tokenizer = model.eval(), tokenizer
         self._max_loras, self._max_num_seqs, self._inflight_swap = max_loras, max_num_seqs, inflight_swap
-        self._eos = eos_ids(model, tokenizer)
+        self._eos, self._stops = eos_ids(model, tokenizer), Stops(tokenizer)
         self._forward = Forward(model)
         # In 16 bits most of a small B·A would be rounded away when added to W, so there it stays a term of
         # its own; in float32 it fits, and merged layers are as fast as the base model's.
@@ -110,6 +112,10 @@ class TransformersEngine:
     def encode(self, text: str) -> list[int]:
         """A prompt's token ids, as the model wants it asked."""
         return encode_prompt(self._tokenizer, text)
+
+    def encode_answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        """Token ids of what is answered to a turn (`ids`) that was sampled; see Engine."""
+        return encode_answer(self._tokenizer, text, ended=ids[-1] in self._eos)
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         """Queue requests under the version that is loaded; an id for each, in their order.
@@ -163,7 +169,7 @@ class TransformersEngine:
         self._start()
         for cohort in self._cohorts[:]:
             self._layers.use(cohort.version)
-            done = cohort.draw(self._eos)
+            done = cohort.draw(self._eos, self._stops)
             if not cohort.finite:
                 self._abandon(cohort.version)
                 raise AdapterError(
@@ -197,8 +203,7 @@ class TransformersEngine:
             [row.ids for row in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         for row, text in zip(rows, texts, strict=True):
-            reason = "stop" if row.ids[-1] in self._eos else "length"
-            sample = Sample(row.ids, row.logprobs, row.versions, reason, text)
+            sample = Sample(row.ids, row.logprobs, row.versions, row.finish_reason, text)
             self._finished.append(Sampled(row.id, sample))
 
     def _rewind(self) -> None:

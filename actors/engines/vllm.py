@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.errors import RolecallError, Unrecoverable
-from ..model import AdapterError, encode_prompt, eos_ids, load_tokenizer, read_adapter
+from ..model import AdapterError, encode_answer, encode_prompt, eos_ids, load_tokenizer, read_adapter
 from . import Request, Sample, Sampled, Sampling, check_requests
+from .stops import Stops
 from .vllm_start import check_vllm, first_line, import_vllm, installed, start, without_weights
 
 __all__ = ["VllmEngine"]
@@ -84,6 +85,7 @@ class VllmEngine:
         self._model, self._max_loras = model, max_loras
         self._max_lora_rank = next(rank for rank in _RANKS if rank >= max_lora_rank)
         self._tokenizer = load_tokenizer(model)
+        self._stops = Stops(self._tokenizer)
         path = self._tokenizer.name_or_path  # the folder, or the id where Hugging Face can be reached
         self._shell = without_weights(path)
         self._eos = sorted(eos_ids(self._shell, self._tokenizer))
@@ -95,8 +97,6 @@ class VllmEngine:
         self._broken = ""
         self._vllm = import_vllm()
         self._inflight_swap = inflight_swap
-        # What is written so far is needed to go on from there; else it is less work to hear of it once.
-        self._output_kind = self._vllm.delta if inflight_swap else self._vllm.final_only
         wanted = {
             "max_loras": max_loras,
             "max_cpu_loras": max_loras,  # so that it never evicts one, to read it again from its folder
@@ -145,6 +145,10 @@ class VllmEngine:
     def encode(self, text: str) -> list[int]:
         """A prompt's token ids, as the model wants it asked."""
         return encode_prompt(self._tokenizer, text)
+
+    def encode_answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        """Token ids of what is answered to a turn (`ids`) that was sampled; see Engine."""
+        return encode_answer(self._tokenizer, text, ended=ids[-1] in self._eos)
 
     def add(self, requests: Sequence[Request], sampling: Sampling) -> list[int]:
         """Queue requests under the version that is loaded; an id for each, in their order.
@@ -227,7 +231,7 @@ class VllmEngine:
         finished = list[Sampled]()
         for output in self._engine.step():
             self._take(output)
-            if output.finished:
+            if self._ends(output):
                 finished.append(self._finish(output))
         self._let_go()
         return finished
@@ -248,10 +252,18 @@ class VllmEngine:
         run.logprobs += logprobs
         run.versions += [run.version] * len(ids)
 
+    def _ends(self, output: Any) -> bool:
+        """Whether this request is over; vLLM has no tokenizer, so a text to stop at is found here."""
+        run = self._running[output.request_id]
+        run.stopped = self._stops.reached(run.ids, run.sampling.stop)
+        if run.stopped and not output.finished:
+            self._engine.abort_request([output.request_id])
+        return run.stopped or output.finished
+
     def _finish(self, output: Any) -> Sampled:
         """What one request became."""
         run = self._running.pop(output.request_id)
-        reason = output.outputs[0].finish_reason
+        reason = "stop" if run.stopped else output.outputs[0].finish_reason
         if reason not in ("stop", "length"):
             raise RolecallError(f"vLLM ended a completion with {reason!r}")
         self.prompt_tokens += len(output.prompt_token_ids)
@@ -299,6 +311,8 @@ class VllmEngine:
 
     def _parameters(self, run: _Run) -> Any:
         scored = [] if run.scored is None else [run.scored]
+        # What is written so far is needed to go on from there, or to stop; else it is less work to hear of it once.
+        in_parts = self._inflight_swap or run.sampling.stop
         return self._vllm.parameters(
             temperature=run.sampling.temperature,
             max_tokens=run.sampling.max_tokens - len(run.ids),
@@ -307,7 +321,7 @@ class VllmEngine:
             logprobs=len(scored),  # of these, and always the sampled token's
             logprob_token_ids=scored or None,
             detokenize=False,
-            output_kind=self._output_kind,
+            output_kind=self._vllm.delta if in_parts else self._vllm.final_only,
         )
 
 
@@ -317,6 +331,7 @@ class _Run:
 
     scored:  the token whose log-prob is wanted, instead of that of the one token it samples.
     version: the one it is in vLLM under.
+    stopped: whether it has come to a text to stop at.
     """
 
     id: int
@@ -325,6 +340,7 @@ class _Run:
     sampling: Sampling
     scored: int | None = None
     version: int = -1
+    stopped: bool = False
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .problems import Problem, held_out, held_out_texts, problem
+from .problems import Kind, Problem, held_out, held_out_texts, problem
 
 __all__ = ["STEPS", "fraction_right", "make_model", "make_tokenizer", "save", "train"]
 
@@ -134,7 +134,7 @@ def _batches(
         events = rng.randint(2, 5)  # one length a batch: little padding
         examples: list[tuple[Problem, str]] = []
         while len(examples) < _BATCH:
-            drawn = problem(rng, fewest=events, most=events)
+            drawn = problem(rng, Kind(fewest=events, most=events))
             if drawn.text not in kept:
                 examples.append((drawn, drawn.direct if rng.random() < direct else drawn.worked))
         prompts = cast(list[list[int]], tokenizer([drawn.text for drawn, _ in examples])["input_ids"])
