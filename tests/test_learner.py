@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .losses import LOSSES, name_of
 
-PACKING = ("row_fill", "tokens_forwarded")
+PACKING = ("row_fill", "tokens_forwarded", "flops")
 VOCABULARY = 437  # of the shipped model; the random ones have at least as many
 
 
