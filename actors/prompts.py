@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from ..runtime import Actor, Down, NotYet, Ref, idempotent
+from .curriculum import Curriculum
 from .data import load_dataset
 from .ledger import Heard, Ledger, Loan
 from .types import Count, Lease, Prompt
@@ -33,6 +34,7 @@ class _Snapshot(msgspec.Struct):
     next: int
     leases: int
     unfinished: list[int]
+    curriculum: bytes
 
 
 class PromptSource(Actor):
@@ -43,6 +45,7 @@ class PromptSource(Actor):
     steps:            optimizer steps of the run: no prompt beyond them is handed out.
     max_staleness:    how many versions behind a group may be when it is trained.
     publish_every:    optimizer steps from one version to the next.
+    curriculum:       skip prompts that are always or never solved by now, see Curriculum; rewards are then 0 to 1.
     lease_s:          a prompt that nobody says he holds for so long is taken back: its worker has vanished.
 
     Admission: a prompt is lent only if its group will be trained while at most max_staleness versions have
@@ -74,6 +77,7 @@ class PromptSource(Actor):
         steps: int,
         max_staleness: int,
         publish_every: int = 1,
+        curriculum: bool = False,
         lease_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,11 +85,16 @@ class PromptSource(Actor):
         self.groups_per_step, self.steps = groups_per_step, steps
         self.max_staleness = max_staleness
         self.ahead_steps = publish_every * (1 + max_staleness)
+        self.with_curriculum = curriculum
         self.lease_s, self.clock = lease_s, clock
 
     def on_start(self) -> None:
         self.rows = load_dataset(self.dataset, seed=self.seed)
         self.rows[0]  # an empty or broken data set is found now
+        self.curriculum: Curriculum | None = None
+        if self.with_curriculum:
+            file = self.state_folder / "curriculum.json"
+            self.rows = self.curriculum = Curriculum(self.rows, file, seed=self.seed)
         self.ledger = Ledger(self.state_folder / "ledger.jsonl")
         for loan in self.ledger.loans.values():
             loan.since = self.clock()  # the clock may be another machine's
@@ -169,9 +178,15 @@ class PromptSource(Actor):
         ledger.save()
 
     @idempotent
-    def advance(self, step: int, version: int) -> None:
-        """The trainer has published `version`, with the weights after `step` optimizer steps."""
+    def advance(self, step: int, version: int, successes: dict[int, float]) -> None:
+        """The trainer has published `version`, with the weights after `step` optimizer steps.
+
+        successes: of each prompt trained since the version before, the share of its completions that was right.
+        """
         ledger = self.ledger
+        if self.curriculum is not None:
+            self.curriculum.learn(successes)
+            self.curriculum.plan(self._last_step(step) * self.groups_per_step)
         if self.max_staleness == 0 and version > ledger.version:
             ledger.start_afresh(step * self.groups_per_step)
         ledger.step, ledger.version = step, version
@@ -181,7 +196,10 @@ class PromptSource(Actor):
     def snapshot(self) -> bytes:
         """What another, in another folder, needs to go on from here."""
         ledger = self.ledger
-        return msgspec.json.encode(_Snapshot(ledger.next, ledger.leases, [*ledger.returned, *ledger.loans]))
+        curriculum = self.curriculum.snapshot() if self.curriculum is not None else b""
+        return msgspec.msgpack.encode(
+            _Snapshot(ledger.next, ledger.leases, [*ledger.returned, *ledger.loans], curriculum)
+        )
 
     @idempotent
     def restore(self, state: bytes) -> None:
@@ -189,7 +207,9 @@ class PromptSource(Actor):
         ledger = self.ledger
         if ledger.version >= 0:
             return
-        saved = msgspec.json.decode(state, type=_Snapshot)
+        saved = msgspec.msgpack.decode(state, type=_Snapshot)
+        if self.curriculum is not None and saved.curriculum:
+            self.curriculum.restore(saved.curriculum)
         ledger.next, ledger.leases = saved.next, max(saved.leases, ledger.leases)
         for id in saved.unfinished:
             ledger.take_back(id)
@@ -259,13 +279,16 @@ class PromptSource(Actor):
         version, hold_s = self.ledger.version, self.lease_s / 4
         return Lease(number=number, prompts=prompts, version=version, finished=finished, hold_s=hold_s)
 
+    def _last_step(self, step: int) -> int:
+        """The last whose prompts may be lent after that one."""
+        return min(step + self.ahead_steps, self.steps)
+
     def _admit(self, count: int) -> list[int]:
         ledger, count = self.ledger, max(0, count)
         if ledger.version < 0:
             return []
         ids = heapq.nsmallest(count, ledger.returned)
-        last_step = min(ledger.step + self.ahead_steps, self.steps)
-        room = max(0, last_step * self.groups_per_step - ledger.next)
+        room = max(0, self._last_step(ledger.step) * self.groups_per_step - ledger.next)
         fresh = min(count - len(ids), room)
         ids += range(ledger.next, ledger.next + fresh)
         ledger.next += fresh

@@ -89,6 +89,7 @@ class Trainer(Actor):
         self.learner = self._load_learner()
         self.metrics_file: Path = self.context.folder / "metrics.jsonl"
         self.done = self.durable = 0
+        self.successes: dict[int, float] = {}  # of the prompts trained since the last version
         checkpoint = self.store.latest_checkpoint()
         if checkpoint is not None:
             self.done, state = checkpoint
@@ -100,7 +101,7 @@ class Trainer(Actor):
         head = self.store.head()
         if head is not None and head.step == self.done:
             self.version = head.version
-            self.prompts.ask(PromptSource.advance, self.done, self.version)
+            self.prompts.ask(PromptSource.advance, self.done, self.version, {})
         else:
             self._publish(-1 if head is None else head.version)
         self.began_waiting = time.monotonic()
@@ -136,6 +137,7 @@ class Trainer(Actor):
         metrics = self.learner.step(batch.groups, version=self.version)
         trained = time.monotonic()
         self.done += 1
+        self.successes |= {group.id: _success(group) for group in batch.groups}
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
         if self.done % self.checkpoint_every == 0 or self.done == self.steps:
             self._checkpoint()
@@ -167,7 +169,8 @@ class Trainer(Actor):
             epoch=self.epoch,
             time=time.time(),
         )
-        self.prompts.ask(PromptSource.advance, self.done, self.version)
+        self.prompts.ask(PromptSource.advance, self.done, self.version, self.successes)
+        self.successes = {}
         if self.version % 10 == 0:
             self.store.collect(keep=self.max_staleness + 2)
 
@@ -221,6 +224,11 @@ class Trainer(Actor):
         if (peak := self.learner.peak_flops) is not None:
             speeds["perf/mfu"] = metrics["flops"] / fwd_bwd_s / peak
         return speeds
+
+
+def _success(group: Group) -> float:
+    """The share of a group's completions that was right, as its rewards tell."""
+    return sum(min(max(reward, 0.0), 1.0) for reward in group.rewards) / len(group.rewards)
 
 
 def _count_by_worker(groups: list[Group]) -> dict[str, int]:

@@ -37,6 +37,7 @@ class Config:
     eval_reward: str = ""  # what accuracy counts; by default a built-in reward, or exact_match
     store: str = "file://"
     seed: NotNegative = 0
+    curriculum: bool = False  # leave out prompts that are always or never solved by now
     steps: AtLeastOne = 40
     batch: AtLeastOne = 16
     group_size: AtLeastTwo = 8
@@ -61,7 +62,7 @@ def build(config: Config) -> Graph:
     # Who talks to whom.
     prompts = graph.add(
         "prompts", PromptSource, dataset=config.train_set, seed=config.seed, steps=config.steps,
-        groups_per_step=config.batch, max_staleness=0,
+        groups_per_step=config.batch, max_staleness=0, curriculum=config.curriculum,
     )  # fmt: skip
     reward = graph.add("reward", Reward, fn=config.reward)
     rollout = graph.add(

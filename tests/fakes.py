@@ -157,13 +157,14 @@ def fake_ring(
     checkpoint_every: int = 1,
     trainer: Callable[..., Trainer] = FakeTrainer,
     store: str = "file://",
+    curriculum: bool = False,
 ) -> Graph:
     """The wiring of `async_grpo`, or without a max_staleness of `sync_grpo`, round fake networks."""
     graph, weights = Graph("fake"), Store(store)
     staleness = max_staleness or 0
     sampling = Sampling(max_tokens=4)
     prompts = graph.add("prompts", PromptSource, dataset="tiny", seed=0, steps=steps, groups_per_step=batch,
-                        max_staleness=staleness)  # fmt: skip
+                        max_staleness=staleness, curriculum=curriculum)  # fmt: skip
     reward = graph.add("reward", Reward, fn="exact_match")
     buffer = None
     if max_staleness is not None:

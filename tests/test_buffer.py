@@ -30,7 +30,7 @@ def peers(tmp_path: Path) -> Iterator[Direct]:
     source = PromptSource(dataset="tiny", seed=0, groups_per_step=2, steps=20, max_staleness=19)
     direct.actors["prompts"] = source
     begin(source, tmp_path, "prompts")
-    source.advance(0, 1)  # no step of these tests would make a group of version 1 stale
+    source.advance(0, 1, {})  # no step of these tests would make a group of version 1 stale
     source.next("w", 1, 0, {}, {}, 40, False)
     yield direct
     bind_transport(None)

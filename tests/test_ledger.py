@@ -65,7 +65,7 @@ class Ring(RuleBasedStateMachine):
         self.trained: dict[int, list[int]] = {}
         self.handed: dict[int, list[Group]] = {}
         self.step_of_version = [0]
-        self.prompts.advance(0, 0)
+        self.prompts.advance(0, 0, {})
 
     def teardown(self) -> None:
         if hasattr(self, "folder"):
@@ -240,7 +240,7 @@ class Ring(RuleBasedStateMachine):
         if dies == "untold":
             self.restart_trainer()
             return True
-        self.prompts.advance(self.done, self.version)
+        self.prompts.advance(self.done, self.version, {})
         return True
 
     @rule()
@@ -249,7 +249,7 @@ class Ring(RuleBasedStateMachine):
         self.trained = {step: ids for step, ids in self.trained.items() if step <= self.done}
         if self.step_of_version[-1] != self.done:
             self.publish()
-        self.prompts.advance(self.done, self.version)
+        self.prompts.advance(self.done, self.version, {})
 
     def publish(self) -> None:
         self.published.newest += 1

@@ -40,7 +40,7 @@ def clock() -> Clock:
 def source(tmp_path: Path, clock: Clock) -> PromptSource:
     """4 steps of 2 groups, at most 1 version behind; version 0 is out."""
     made = started(tmp_path, clock)
-    made.advance(0, 0)
+    made.advance(0, 0, {})
     return made
 
 
@@ -90,31 +90,31 @@ def test_nothing_is_lent_before_a_version_is_out(tmp_path: Path):
     assert ids_of(ask(source)) == []
     with pytest.raises(NotYet):
         ask(source, wait=True)
-    source.advance(0, 0)
+    source.advance(0, 0, {})
     assert ids_of(ask(source, wait=True)) == [0, 1]
 
 
 @pytest.mark.parametrize(("max_staleness", "admitted"), [(0, 2), (1, 4), (3, 8)])
 def test_no_more_is_admitted_than_can_be_trained_in_time(tmp_path: Path, max_staleness: int, admitted: int):
     source = started(tmp_path, steps=10, max_staleness=max_staleness)
-    source.advance(0, 0)
+    source.advance(0, 0, {})
     assert len(ask(source, "w1", count=99).prompts) == admitted
     assert ids_of(ask(source, "w2", count=99)) == []
-    source.advance(1, 1)
+    source.advance(1, 1, {})
     assert ids_of(ask(source, "w2", count=99)) == [admitted, admitted + 1]
 
 
 def test_a_version_every_two_steps_admits_two_steps_at_once(tmp_path: Path):
     source = started(tmp_path, steps=10, max_staleness=0, publish_every=2)
-    source.advance(0, 0)
+    source.advance(0, 0, {})
     assert len(ask(source, count=99).prompts) == 4
 
 
 def test_no_prompt_is_beyond_the_last_step(source: PromptSource):
-    source.advance(3, 3)
+    source.advance(3, 3, {})
     lease = ask(source, count=99)
     assert ids_of(lease) == list(range(8)) and not lease.finished
-    source.advance(4, 4)
+    source.advance(4, 4, {})
     assert ask(source, "late", wait=True).finished  # even one that waits hears of it
     assert ids_of(ask(source, "late")) == []
 
@@ -289,7 +289,7 @@ def test_a_worker_that_has_vanished_loses_its_lease(source: PromptSource, clock:
 
 def test_after_a_restart_it_knows_what_it_has_lent(source: PromptSource, tmp_path: Path, clock: Clock):
     first = ask(source, "a", count=3)
-    source.advance(1, 1)
+    source.advance(1, 1, {})
     source.give_back([1])
     clock.now = 10_000.0
     restarted = started(tmp_path, clock)
@@ -302,12 +302,12 @@ def test_after_a_restart_it_knows_what_it_has_lent(source: PromptSource, tmp_pat
 def test_without_staleness_a_version_starts_afresh(tmp_path: Path, version: int):
     """The trainer went back from step 2 to a checkpoint at 1, and its workers have lost what they gave it."""
     source = started(tmp_path, max_staleness=0)
-    source.advance(0, 0)
+    source.advance(0, 0, {})
     lease = ask(source, "a")
-    source.advance(1, 1)
+    source.advance(1, 1, {})
     lease = ask(source, "a", after=lease, delivered=[])
     assert ids_of(lease) == [2, 3]
-    source.advance(1, version)
+    source.advance(1, version, {})
     if version == 1:  # nothing new: what is being sampled is still wanted
         assert ids_of(ask(source, "b")) == []
     else:
@@ -318,7 +318,7 @@ def test_the_long_poll_for_a_newer_version(source: PromptSource):
     assert source.policy(-1) == 0
     with pytest.raises(NotYet):
         source.policy(0)
-    source.advance(1, 1)
+    source.advance(1, 1, {})
     assert source.policy(0) == 1
 
 
@@ -338,7 +338,7 @@ def test_who_waits_and_says_nothing_new_costs_no_write(tmp_path: Path):
     with pytest.raises(NotYet):
         ask(source, wait=True)
     assert ledger.stat() == before
-    source.advance(0, 0)
+    source.advance(0, 0, {})
     assert ledger.stat() != before
 
 
@@ -403,7 +403,7 @@ def test_another_goes_on_from_a_snapshot(tmp_path: Path, source: PromptSource):
     other.restore(state)
     with pytest.raises(NotYet):
         ask(other, "early", after=early, wait=True)  # no version is out here
-    other.advance(1, 5)
+    other.advance(1, 5, {})
     lease = ask(other, count=99)
     assert ids_of(lease) == [1, 2, 3, 4, 5] and lease.number > first.number
     other.restore(source.snapshot())  # it knows better now

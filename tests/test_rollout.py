@@ -51,7 +51,7 @@ class Peers(Direct):
     def publish(self, version: int, *, step: int) -> None:
         files = fake_version(f"weights after step {step}".encode())
         self.store.publish(files, version=version, step=step, epoch=self.epoch)
-        self.prompts.advance(step, version)
+        self.prompts.advance(step, version, {})
 
     def worker(
         self, *, sink: bool, name: str = "rollout", incarnation: int = 1, lease: int = BATCH, node: str = "",
@@ -149,7 +149,7 @@ def test_a_version_that_was_collected_before_it_was_fetched_is_passed_over(peers
     worker = peers.worker(sink=True)
     for version in range(1, 5):
         peers.publish(version, step=version)
-    peers.prompts.advance(0, 2)  # all that this worker has heard of
+    peers.prompts.advance(0, 2, {})  # all that this worker has heard of
     peers.store.collect(keep=0)
     work(worker)
     assert worker.version == 4 and {group.version for group in peers.delivered()} == {4}
@@ -329,7 +329,7 @@ def test_a_worker_that_is_taken_from_dies_of_it_instead_of_the_trainer(sync_peer
 def test_a_version_without_a_canary_is_not_sampled(peers: Peers):
     files = {"adapter.bin": b"whoever published this"}
     peers.store.publish(files, version=1, step=1, epoch=peers.epoch)
-    peers.prompts.advance(1, 1)
+    peers.prompts.advance(1, 1, {})
     with pytest.raises(Quarantined, match=r"version 1: its canary\.json cannot be read"):
         work(peers.worker(sink=True))
     assert peers.delivered() == []

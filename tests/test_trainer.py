@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rolecall import Finished
 from rolecall.actors.engines import Sampling
 from rolecall.actors.lora import Lora
@@ -20,7 +21,7 @@ from rolecall.actors.losses import Loss
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward
 from rolecall.actors.trainer import Trainer
-from rolecall.actors.types import Batch
+from rolecall.actors.types import Batch, Group
 from rolecall.runtime.ref import Call, bind_transport
 from rolecall.runtime.store import PolicyStore, Store
 
@@ -238,9 +239,12 @@ class Source(Direct):
         super().__init__()
         self.batches = batches
         self.asked: list[tuple[Any, ...]] = []
+        self.successes: list[dict[int, float]] = []  # as told with each version
 
     def ask(self, names: Sequence[str], call: Call, timeout_s: float) -> list[Any]:
-        self.asked.append((call.method, *call.args))
+        if call.method == "advance":
+            self.successes.append(call.args[2])
+        self.asked.append((call.method, *call.args[: 2 if call.method == "advance" else None]))
         answers = {"take": lambda: self.batches.pop(0), "snapshot": lambda: b"as it is"}
         return [answers.get(call.method, lambda: None)()]
 
@@ -286,6 +290,19 @@ def test_what_it_tells_and_asks(tmp_path: Path):
     for line in lines:
         parts = ("perf/rollout_wait_s", "perf/fwd_bwd_s", "perf/publish_s")
         assert line["perf/step_s"] == pytest.approx(sum(line[key] for key in parts))
+
+
+def test_with_each_version_it_tells_how_much_was_right(tmp_path: Path):
+    given = batch(0, 0)
+    rewarded = [rewards_of(one, own) for one, own in zip(given.groups, ((1, 0.5), (-2, 0)), strict=True)]
+    peers = Source([replace(given, groups=rewarded)])
+    started(tmp_path).step()
+    assert peers.successes == [{}, {0: 0.75, 1: 0.0}]
+
+
+def rewards_of(one: Group, rewards: Sequence[float]) -> Group:
+    scored = [replace(each, reward=reward) for each, reward in zip(one.completions, rewards, strict=True)]
+    return replace(one, completions=scored)
 
 
 def test_versions_and_checkpoints_now_and_then(tmp_path: Path):

@@ -51,7 +51,7 @@ class Publisher(Trainer):
         files = self.learner.adapter() | {CANARY: msgspec.json.encode(self.learner.canary())}
         self.store.publish(files, version=self.version, step=0, epoch=self.epoch)
         visible = time.time()
-        self.prompts.ask(PromptSource.advance, 0, self.version)
+        self.prompts.ask(PromptSource.advance, 0, self.version, {})
         self.report(version=self.version, visible=visible)
         return EVERY_S
 

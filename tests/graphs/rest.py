@@ -23,7 +23,7 @@ class Publisher(Actor):
     def on_start(self) -> None:
         store = self.weights.open(self.context.run, self.context.folder)
         store.publish({"adapter.bin": b"weights"}, version=0, step=0, epoch=store.take_epoch())
-        self.prompts.ask(PromptSource.advance, 0, 0)
+        self.prompts.ask(PromptSource.advance, 0, 0, {})
 
 
 @dataclass(frozen=True, kw_only=True)
