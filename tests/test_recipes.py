@@ -26,6 +26,7 @@ from .fakes import FakeTrainer, fake_ring
 FOLDER = Path(async_grpo.__file__).parent
 SMALL: dict[str, Any] = {"steps": 2, "batch": 4, "group_size": 4, "eval_problems": 8}
 SMALL_3: dict[str, Any] = {**SMALL, "steps": 3}
+SMALL_4: dict[str, Any] = {**SMALL, "steps": 4}
 TIMES = ("time", "perf/")
 
 
@@ -114,13 +115,13 @@ def test_a_recipe_learns(tmp_path: Path, name: str):
 
 
 def test_one_step_off_is_one_version_behind_no_more_and_no_less(tmp_path: Path):
-    run(one_step_off.build(one_step_off.Config(**SMALL | {"steps": 4})), tmp_path)
+    run(one_step_off.build(one_step_off.Config(**SMALL_4)), tmp_path)
     check_ledger(tmp_path, steps=4, batch=4, max_staleness=1)
     assert [line["staleness/mean"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 1, 1, 1]
 
 
 def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Path):
-    config = inflight_grpo.Config(**SMALL | {"steps": 4, "max_tokens": 40})
+    config = inflight_grpo.Config(**SMALL_4)
     run(inflight_grpo.build(config), tmp_path)
     check_ledger(tmp_path, steps=4, batch=4, max_staleness=4)
     last = [msgspec.msgpack.decode(file.read_bytes(), type=Group) for file in tmp_path.rglob("*.group")]
@@ -129,9 +130,9 @@ def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Pat
 
 
 def test_expert_iteration_samples_a_whole_iteration_with_one_version_and_learns_from_winners(tmp_path: Path):
-    run(expert_iteration.build(expert_iteration.Config(**SMALL | {"steps": 5}, iteration=2)), tmp_path)
-    check_ledger(tmp_path, steps=5, batch=4, max_staleness=0)
-    assert [line["version"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 0, 1, 1, 2]
+    run(expert_iteration.build(expert_iteration.Config(**SMALL_3, iteration=2)), tmp_path)
+    check_ledger(tmp_path, steps=3, batch=4, max_staleness=0)
+    assert [line["version"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 0, 1]
     assert expert_iteration.Config().loss.advantages([[1.0, 0.0, 0.0]]) == [[1.0, 0.0, 0.0]]
 
 
