@@ -75,11 +75,16 @@ class ModelReward(Reward):
         longest = max(len(before) + len(answer) for before, answer in rows)
         # Padded on the right, where no token of theirs looks.
         padded = [before + answer + [0] * (longest - len(before) - len(answer)) for before, answer in rows]
+        places = [range(len(before) - 1, len(before) - 1 + len(answer)) for before, answer in rows]
+        kept = sorted({place for own in places for place in own})  # of all, logits would be large
         with torch.inference_mode():
-            logits = self.network(input_ids=torch.tensor(padded, device=self.device)).logits
+            logits = self.network(
+                input_ids=torch.tensor(padded, device=self.device),
+                logits_to_keep=torch.tensor(kept, device=self.device),
+            ).logits
             likelihood: list[float] = []
-            for (before, answer), scores in zip(rows, logits, strict=True):
-                predicting = scores[len(before) - 1 :][: len(answer)].float().log_softmax(-1)
+            for own, (_, answer), scores in zip(places, rows, logits, strict=True):
+                predicting = scores[[kept.index(place) for place in own]].float().log_softmax(-1)
                 target = torch.tensor(answer, device=self.device).unsqueeze(-1)
                 likelihood.append(predicting.gather(-1, target).mean().exp().item())
         return likelihood

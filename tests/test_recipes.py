@@ -136,6 +136,20 @@ def test_expert_iteration_samples_a_whole_iteration_with_one_version_and_learns_
     assert expert_iteration.Config().loss.advantages([[1.0, 0.0, 0.0]]) == [[1.0, 0.0, 0.0]]
 
 
+def test_an_iteration_whose_trainer_dies_in_the_middle_is_sampled_again(tmp_path: Path):
+    """Under the version that the trainer publishes when it is back; no group is trained twice."""
+
+    def once_in_the_first(run: LocalRun) -> list[str]:
+        made = len(run.reports["trainer"])
+        return ["trainer"] if made == 1 and not run.deaths else []
+
+    config = expert_iteration.Config(**SMALL_4, iteration=2)
+    local = LocalRun(expert_iteration.build(config), folder=tmp_path, kill=once_in_the_first)
+    local.run()
+    assert [death.name for death in local.deaths] == ["trainer"]
+    check_ledger(tmp_path, steps=4, batch=4, max_staleness=0)
+
+
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
 def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str):
     recipe = load_recipe(name)
