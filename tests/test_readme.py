@@ -52,11 +52,16 @@ def _run(arguments: list[str], folder: Path) -> str:
 def test_every_command_is_run_by_a_test_below():
     tested = re.findall(r'_arguments\("(.*?)"\)', Path(__file__).read_text())
     left = [c for c in _commands() if not any(c.startswith(start) for start in tested)]
-    assert left == [
-        "pip install -e . && rolecall run async_grpo",
-        'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
-        'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
-    ]
+    assert (
+        left
+        == [
+            "pip install -e . && rolecall run async_grpo",
+            'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
+            'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
+            "rolecall run async_grpo --resume async_grpo-20260131-120000-7a81",  # these two: tests/test_resume.py does
+            "rolecall run async_grpo --resume async_grpo-20260131-120000-7a81 --set store=s3://my-bucket/rolecall",
+        ]
+    )
 
 
 def test_every_test_that_is_linked_exists():
