@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import deque
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -55,6 +56,7 @@ class _Record(msgspec.Struct):
     trained: set[int] = set()
     trained_below: int = 0
     dropped: dict[str, int] = {}
+    dropped_deciles: dict[str, list[int]] = {}
     version: int = 0
 
 
@@ -94,6 +96,7 @@ class Buffer(Actor):
         self._store = self.weights.open(self.context.run, self.context.folder)
         self._digests: dict[int, str] = {}
         self._puts = 0
+        self._lengths = deque[int](maxlen=1000)
         self._lent: tuple[tuple[int, int, int], Answer[list[int]]] | None = None
         self._awaited: set[int] = set()  # what the next step waits for
         self._folder: Path = self.state_folder
@@ -136,7 +139,7 @@ class Buffer(Actor):
         """
         refusal = self._refusal(group)
         if refusal:
-            self._count({refusal: 1})
+            self._count(refusal, [group])
             return refusal
         if self._find(group.id) is not None:
             return "accepted"  # sent again because the answer was lost
@@ -145,6 +148,7 @@ class Buffer(Actor):
         self._puts += 1
         self._write(group)
         self._waiting[group.id] = group
+        self._lengths.append(_length(group))
         return "accepted"
 
     @idempotent
@@ -245,14 +249,15 @@ class Buffer(Actor):
         return self._digests[version]
 
     def _drop_stale(self) -> bool:
-        stale = [group.id for group in self._waiting.values() if self._is_stale(group)]
-        if stale:
+        groups = [group for group in self._waiting.values() if self._is_stale(group)]
+        if groups:
             # In this order a kill in between counts or returns a group twice, which harms nobody, but never
             # loses one: a prompt that is neither here nor with its source would starve the run.
-            self._count({"stale": len(stale)})
+            self._count("stale", groups)
+            stale = [group.id for group in groups]
             self.prompts.ask(PromptSource.give_back, stale)
             self._remove(stale)
-        return bool(stale)
+        return bool(groups)
 
     def _forget(self, durable: int) -> None:
         ids = [
@@ -280,16 +285,31 @@ class Buffer(Actor):
         write_whole(self._folder / f"{group.id}.group", msgspec.msgpack.encode(group))
 
     def _batch(self, groups: list[Group]) -> Batch:
-        return Batch(groups=groups, dropped=self.record.dropped, depth=len(self._waiting))
+        record = self.record
+        return Batch(
+            groups=groups,
+            dropped=record.dropped,
+            depth=len(self._waiting),
+            dropped_deciles=record.dropped_deciles,
+        )
 
-    def _count(self, reasons: dict[str, int]) -> None:
-        self.record.dropped = dict(Counter(self.record.dropped) + Counter(reasons))
+    def _count(self, reason: str, groups: list[Group]) -> None:
+        """Dropping what is late is dropping what is long, if one does not look."""
+        record = self.record
+        record.dropped[reason] = record.dropped.get(reason, 0) + len(groups)
+        deciles, known = record.dropped_deciles.setdefault(reason, [0] * 10), sorted(self._lengths)
+        for group in groups:
+            deciles[10 * bisect_left(known, _length(group)) // (len(known) + 1)] += 1
         self._save()
         self.report(dropped=self.record.dropped)
 
     def _save(self) -> None:
         self.record.handed = {step: [group.id for group in groups] for step, groups in self._handed.items()}
         write_whole(self._folder / "record.json", msgspec.json.encode(self.record))
+
+
+def _length(group: Group) -> int:
+    return max((len(completion.ids) for completion in group.completions), default=0)
 
 
 def _is_well_formed(group: Group) -> bool:

@@ -22,6 +22,7 @@ from ..runtime.errors import Unrecoverable
 from .advantages import refuse_unless_finite
 from .attention import backend_for
 from .canary import Canary, canary_tokens
+from .flops import peak_flops, step_flops
 from .logprobs import attention_window, logprobs, parts, recompute_layers, refuse_unless_packable
 from .lora import Lora
 from .losses import Loss
@@ -99,6 +100,7 @@ class Learner:
         self._row_tokens = row_tokens or (ROW_TOKENS_JOINED if self._joined else ROW_TOKENS)
         self._max_grad_norm = max_grad_norm
         self._recomputes = False
+        self.peak_flops = peak_flops(self._device)
         self._settings = {"rank": lora.rank, "scaling": lora.scaling}
         self._counters = {"steps": 0, "skipped": 0, "skipped_in_a_row": 0}
         self._window = attention_window(self._policy)
@@ -136,6 +138,7 @@ class Learner:
         metrics |= {"zero_variance_share": (equal + foreign) / len(groups), "row_fill": packed.fill}
         metrics |= {"tokens_trained": float(packed.trained_tokens), "foreign_groups": float(foreign)}
         metrics |= {"tokens_forwarded": float(sum(batch.tokens for batch in packed.batches))}
+        metrics |= {"flops": step_flops(self._policy, packed.batches)}
         if packed.trained_tokens == 0:
             return metrics | {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
         versions = [group.version for group in own for _ in group.completions]

@@ -84,6 +84,7 @@ class RolloutWorker(Actor):
         self.waits = Waits(self.clock)
         self._loaded: tuple[PolicyVersion, Path] | None = None  # but not proved
         self._digests: dict[int, str] = {}
+        self._published = 0.0  # when the version was, of which there is no token yet
         self._newest = -1  # that was heard of
         self._news: Answer[int] | None = None
         self._asked: Answer[Lease] | None = None
@@ -227,6 +228,7 @@ class RolloutWorker(Actor):
         attest(self.engine, folder, self.worker)
         self.version, self._digests[policy.version] = policy.version, policy.digest
         self._loaded = None
+        self._published = policy.time
         self.waits.load_s += time.monotonic() - began
 
     def _fetched(self, version: int) -> tuple[PolicyVersion, Path]:
@@ -318,6 +320,8 @@ class RolloutWorker(Actor):
         began = time.monotonic()
         finished = self.engine.step()
         self.waits.sampled(began)
+        if self._published and any(one.version == self.version for one in self._sampling.values()):
+            self.waits.first_token_s, self._published = time.time() - self._published, 0.0
         for sampled in finished:
             one = self._sampling.pop(sampled.id, None)
             if one is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ..runtime import Actor, Finished, Ref
 from ..runtime.files import read_lines, write_whole
@@ -154,7 +155,7 @@ class Trainer(Actor):
                 f"step {self.done + 1} was given the groups {[group.id for group in groups]} instead of {self.batch} "
                 "different ones: a share was lost or doubled, and the step is made again"
             )
-        return Batch(groups=groups, dropped=parts[0].dropped, depth=sum(part.depth for part in parts))
+        return replace(parts[0], groups=groups, depth=sum(part.depth for part in parts))
 
     def _publish(self, newest: int) -> None:
         """Publish the weights as the version after `newest`, and let the prompt source admit more work."""
@@ -164,6 +165,7 @@ class Trainer(Actor):
             version=self.version,
             step=self.done,
             epoch=self.epoch,
+            time=time.time(),
         )
         self.prompts.ask(PromptSource.advance, self.done, self.version)
         if self.version % 10 == 0:
@@ -196,14 +198,29 @@ class Trainer(Actor):
             "perf/fwd_bwd_s": fwd_bwd_s,
             "perf/publish_s": self.publish_s,
             "perf/step_s": wait_s + fwd_bwd_s + self.publish_s,
+            **self._speeds(batch, metrics, wait_s + fwd_bwd_s + self.publish_s, fwd_bwd_s),
             "buffer/depth": batch.depth,
             "dropped": batch.dropped,
+            "dropped_deciles": batch.dropped_deciles,
             "groups": [group.id for group in batch.groups],
             "workers": _count_by_worker(batch.groups),
         }
         with self.metrics_file.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
         self.report(of=self.steps, **{key: value for key, value in line.items() if key != "groups"})
+
+    def _speeds(
+        self, batch: Batch, metrics: dict[str, float], step_s: float, fwd_bwd_s: float
+    ) -> dict[str, float]:
+        """Tokens a second of the whole step, and how much of what its GPU can do the trainer does while it trains."""
+        sampled = sum(len(completion.ids) for group in batch.groups for completion in group.completions)
+        speeds = {
+            "perf/generated_tokens_per_s": sampled / step_s,
+            "perf/trained_tokens_per_s": metrics["tokens_trained"] / step_s,
+        }
+        if (peak := self.learner.peak_flops) is not None:
+            speeds["perf/mfu"] = metrics["flops"] / fwd_bwd_s / peak
+        return speeds
 
 
 def _count_by_worker(groups: list[Group]) -> dict[str, int]:

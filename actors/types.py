@@ -91,10 +91,12 @@ class Group(Struct, frozen=True, kw_only=True):
 class Batch(Struct, frozen=True, kw_only=True):
     """Groups for one optimizer step, and how the buffer they come from is doing.
 
-    dropped: groups thrown away since the run began, by reason.
+    dropped: groups thrown away since the run began, by reason; dropped_deciles: the same by how long their longest
+             completion was among those of the last thousand that came, from the shortest tenth to the longest.
     depth:   groups still waiting.
     """
 
     groups: list[Group]
     dropped: dict[str, int]
     depth: int
+    dropped_deciles: dict[str, list[int]] = {}

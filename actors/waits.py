@@ -17,6 +17,8 @@ class Waits:
     pause_s       longest time between two steps of the engine with completions under way: what a swap, or
                   anything else that a worker does between two tokens, costs those who wait for theirs
     load_s        what the last swap took: fetch, load and proof
+    first_token_s from a version's publication to the first token under it here, by both machines' clocks; only in what
+                  is taken next after that
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -25,6 +27,7 @@ class Waits:
         self._waiting: tuple[str, float] | None = None
         self._stepped = -1.0
         self._pause_s = self.load_s = 0.0
+        self.first_token_s: float | None = None
 
     def begin(self, wait: str) -> None:
         """From now on nothing is sampled."""
@@ -50,6 +53,8 @@ class Waits:
         """What was spent on what. Leaves nothing but the last load_s."""
         spent = {name: self._spent[name] for name in ("sample_s", "lease_wait_s", "put_wait_s")}
         spent |= {"pause_s": self._pause_s, "load_s": self.load_s}
+        if self.first_token_s is not None:
+            spent["first_token_s"], self.first_token_s = self.first_token_s, None
         self._spent.clear()
         self._pause_s = 0.0
         return spent

@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--resume", metavar="RUN", help="go on with this run from its last checkpoint, with its settings"
     )
+    run.add_argument("--name", help="call the new run so, instead of by its recipe and the time")
     run.add_argument("--proxy", metavar="HOST:PORT", help="let other machines join here, over HTTP")
     run.add_argument(
         "--tls-cert", type=Path, metavar="FILE", help="the proxy's certificate: then it speaks HTTPS"
@@ -165,7 +166,7 @@ def _run(options: argparse.Namespace) -> int:
     ca = tls[0] if tls and is_own_authority(tls[0]) else None
     if old:
         resume_run(old, name, dataclasses.asdict(config))
-    run = old or create_run(options.runs, name, dataclasses.asdict(config))
+    run = old or create_run(options.runs, name, dataclasses.asdict(config), name=options.name)
     if address:
         _add_proxy(graph, run, *address, tls)
     console = Console(run, recipe, to_stderr=options.json, awaited=absent, ca=ca)

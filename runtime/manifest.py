@@ -21,6 +21,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
     version: its number, from 0, growing.
     step:    optimizer steps taken to reach it.
     epoch:   which start of the trainer wrote it.
+    time:    when its upload began, in seconds since 1970 by the trainer's clock; 0 if nobody said.
     digest:  SHA-256, in hex, of what `LC_ALL=C sha256sum *` prints in a folder of its files:
              "<SHA-256 in hex>  <name>\\n" for each file, sorted by name.
     files:   name -> (SHA-256 in hex, size in bytes).
@@ -33,6 +34,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     files: Files
     nonce: str
+    time: float = 0.0
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ from .store import Store
 __all__ = ["RunFolder", "RunInfo", "create_run", "find_run", "named", "nobody", "resume_run", "run_to_resume"]
 
 ANSWER_TIMEOUT_S = 3.0
+_NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +160,7 @@ def run_to_resume(root: Path, name: str, recipe: str) -> RunFolder:
                     f"run {path.name} is one of {run.info.recipe}, not of {recipe}", exit_code=2
                 )
             return run
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name, re.ASCII):
+    if not _NAME.fullmatch(name):
         raise Unrecoverable(
             f"{name} is no run folder, for it has no run.json; of a run whose folder is gone give the name alone",
             exit_code=2,
@@ -185,13 +186,34 @@ def resume_run(run: RunFolder, recipe: str, config: dict[str, Any]) -> None:
     _begin(run, id, recipe, config)
 
 
-def create_run(root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None) -> RunFolder:
-    """A new folder below `root`, named by recipe and time. id: the run's, if it is another machine's."""
+def create_run(
+    root: Path, recipe: str, config: dict[str, Any], *, id: str | None = None, name: str | None = None
+) -> RunFolder:
+    """A new folder below `root`, named by recipe and time, or `name`. id: the run's, if it is another machine's.
+
+    Raises Unrecoverable (exit code 2) for a name that can't be, or is taken.
+    """
+    if name is not None:
+        return _create_named(root / name, recipe, config)
     stem = f"{Path(recipe.removesuffix('.py')).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # Drawn, because machines that share a store don't see each other's folders.
     while (path := root / f"{stem}-{secrets.token_hex(2)}").exists():
         continue
     _begin(RunFolder(path), id or path.name, recipe, config)
+    return RunFolder(path.resolve())
+
+
+def _create_named(path: Path, recipe: str, config: dict[str, Any]) -> RunFolder:
+    if not _NAME.fullmatch(path.name) or path.name in (".", ".."):
+        raise Unrecoverable(
+            f"a run can't be called {path.name!r}: use letters, digits, and . _ -", exit_code=2
+        )
+    if path.exists():
+        raise Unrecoverable(
+            f"there is a run {path.name} already: choose another name, or go on with it by --resume",
+            exit_code=2,
+        )
+    _begin(RunFolder(path), path.name, recipe, config)
     return RunFolder(path.resolve())
 
 

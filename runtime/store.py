@@ -136,7 +136,9 @@ class PolicyStore:
         self._epoch, self._listed = self._fence.take_epoch(), False
         return self._epoch
 
-    def publish(self, files: Mapping[str, bytes], *, version: int, step: int, epoch: int) -> PolicyVersion:
+    def publish(
+        self, files: Mapping[str, bytes], *, version: int, step: int, epoch: int, time: float = 0.0
+    ) -> PolicyVersion:
         """Publish one version: its files, then its manifest, then HEAD.
 
         Fenced if a newer epoch has been taken; StoreError if `version` is not greater than HEAD's.
@@ -151,6 +153,7 @@ class PolicyStore:
                 step=step,
                 epoch=epoch,
                 digest=digest_of(parts),
+                time=time,
                 files=parts,
                 nonce=nonce(),
             )

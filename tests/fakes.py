@@ -100,13 +100,15 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.weights = hashlib.sha256(b"untrained").digest()
+        self.peak_flops = None
 
     def step(self, groups: Sequence[Group], *, version: int) -> dict[str, float]:
         for group in groups:
             ids = [completion.ids for completion in group.completions]
             self.weights = hashlib.sha256(self.weights + repr((group.id, ids)).encode()).digest()
         rewards = [reward for group in groups for reward in group.rewards]
-        return {"reward": sum(rewards) / len(rewards), "loss": 0.0}
+        tokens = sum(len(completion.ids) for group in groups for completion in group.completions)
+        return {"reward": sum(rewards) / len(rewards), "loss": 0.0, "tokens_trained": tokens, "flops": 1e9}
 
     def adapter(self) -> dict[str, bytes]:
         return {"adapter.bin": self.weights}

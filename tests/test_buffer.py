@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rolecall import AskTimeout, Down, NotYet, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
@@ -388,3 +389,27 @@ def test_another_goes_on_from_a_snapshot(tmp_path: Path, buffer: Buffer, publish
     other.restore(state)  # the trainer, too, was started again
     assert take(other, 3, 1, durable=2) == [5]
     assert [other.put(group(id)) for id in range(4)] == ["duplicate"] * 4
+
+
+def long_group(id: int, length: int, version: int = 0) -> Group:
+    made = group(id, version)
+    longer = [
+        replace(one, ids=[1] * length, logprobs=[-1.0] * length, versions=[version] * length)
+        for one in made.completions
+    ]
+    return replace(made, completions=longer)
+
+
+def test_what_is_dropped_is_counted_by_its_length(tmp_path: Path, peers: Direct, published: Published):
+    """So that one can see whether it is the long ones."""
+    buffer = started(tmp_path, published, capacity=30, max_staleness=1)
+    for id in range(20):
+        assert buffer.put(long_group(id, 10 * (id + 1), version=1)) == "accepted"
+    assert len(take(buffer, 1, groups=10, version=1)) == 10
+    batch = buffer.take(2, 20, 3, 0)
+    assert batch.dropped == {"stale": 10} and batch.groups == []
+    assert batch.dropped_deciles == {"stale": [0, 0, 0, 0, 1, 2, 2, 2, 2, 1]}
+    assert buffer.put(long_group(30, 5)) == "stale"
+    assert buffer.put(long_group(31, 999)) == "stale"
+    again = started(tmp_path, published, capacity=30, max_staleness=1)
+    assert again.record.dropped_deciles == {"stale": [1, 0, 0, 0, 1, 2, 2, 2, 2, 2]}

@@ -19,7 +19,7 @@ from .certificates import make_certificate
 from .commands import Command
 
 FLAGS = {
-    "run": ["--json", "--proxy", "--resume", "--runs", "--set", "--tls-cert", "--tls-key"],
+    "run": ["--json", "--name", "--proxy", "--resume", "--runs", "--set", "--tls-cert", "--tls-key"],
     "show": ["--set", "--svg"],
     "diff": [],
     "ps": ["--json", "--runs"],
@@ -217,6 +217,17 @@ def test_a_run_is_found_by_path_by_name_or_as_the_newest(tmp_path: Path):
     assert find_run(tmp_path, None).path.name == "b"
     assert find_run(tmp_path, "a").path == tmp_path / "a"
     assert find_run(tmp_path / "elsewhere", str(tmp_path / "c")).info.started == 4.0
+
+
+def test_a_run_has_the_name_it_is_given(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    run = create_run(tmp_path, "async_grpo", {}, name="mine")
+    assert (run.path.name, run.info.id) == ("mine", "mine")
+    for name, text in (
+        ("mine", "there is a run mine already: choose"),
+        ("my run", "a run can't be called 'my run'"),
+    ):
+        said = refused(capsys, "run", "async_grpo", "--runs", str(tmp_path), "--name", name)
+        assert said.startswith(text)
 
 
 def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path):

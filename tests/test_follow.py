@@ -34,6 +34,8 @@ class Watch:
         self.follower = Follower(
             jobs=self.jobs,
             worker=lambda role, url: JobSpec(role, "image", [url], {}, "l4x1", 60),
+            trainer_again=JobSpec("trainer", "image", ["again"], {}, "a100-large", 60, exposes=True),
+            trainer_budget=RestartBudget(MAX_RESTARTS, 3600.0, random.Random(1)),
             budgets={name: RestartBudget(MAX_RESTARTS, 3600.0, random.Random(0)) for name in names},
             bearer=hub.reader,
             stopped=lambda: self.stopped,
@@ -171,18 +173,50 @@ def test_a_run_that_has_ended_waits_for_its_workers_and_then_ends_them(hub: Hub)
     assert 30 <= watch.now < 60
 
 
-def test_a_lost_trainer_ends_the_launch_and_says_why(hub: Hub):
+def test_a_lost_run_goes_on_in_another_job_with_workers_that_know_its_address(hub: Hub):
     def each(waits: int) -> None:
-        if waits == 1:
+        if waits == 2:
             hub.of("trainer")[0].end("ERROR", "exit code 137")
+        if len(hub.of("trainer")) == 2 and len(hub.of("worker-1")) == 2:
+            for job in [*hub.of("worker-0"), *hub.of("worker-1"), *hub.of("trainer")]:
+                if job.stage == "RUNNING":
+                    job.end("COMPLETED")
+
+    watch = Watch(hub, 2, each)
+    assert watch.follow() == 0
+    first, second = hub.of("trainer")
+    assert second.spec["command"] == ["again"]
+    for role in ("worker-0", "worker-1"):
+        before, after = hub.of(role)
+        assert (before.stage, after.stage) == ("CANCELED", "COMPLETED")
+        assert first.id in before.spec["command"][0] and second.id in after.spec["command"][0]
+    assert any(
+        line.startswith("trainer: the run goes on from its last checkpoint, in job") for line in watch.said
+    )
+
+
+def test_a_trainer_that_is_lost_again_and_again_ends_the_launch_and_says_why(hub: Hub):
+    def each(waits: int) -> None:
+        for job in hub.of("trainer"):
+            if job.stage == "RUNNING" and hub.of("worker-0"):
+                job.end("ERROR", "exit code 137")
 
     watch = Watch(hub, 2, each)
     assert watch.follow() == 1
-    assert hub.live() == [] and len(hub.jobs) == 3
+    assert hub.live() == [] and len(hub.of("trainer")) == 1 + MAX_RESTARTS
     assert watch.said[-1] == (
-        "the trainer's job has failed (ERROR (exit code 137)); what it said last is above. A run does not go "
-        "on in another job: its versions are in the bucket; launch it anew"
+        "the trainer's job has failed (ERROR (exit code 137)); what it said last is above. Its checkpoints are in "
+        "the bucket: `rolecall run --resume` goes on from there, on any machine"
     )
+
+
+def test_a_trainer_that_never_answered_is_not_started_again(hub: Hub):
+    def each(waits: int) -> None:
+        hub.of("trainer")[0].end("ERROR", "exit code 2")
+
+    hub.asleep = True
+    assert Watch(hub, 2, each).follow() == 1
+    assert len(hub.jobs) == 1
 
 
 def test_a_trainer_without_workers_to_come_is_not_paid_for(hub: Hub):

@@ -26,7 +26,7 @@ from rolecall.runtime.link import join
 from rolecall.runtime.recipe import load_recipe
 from rolecall.runtime.remote import TOKEN_HEADER, fetch_about
 
-from .commands import Command
+from .commands import Command, lines, until
 from .hub import USER, Hub
 from .processes import GRAPHS
 from .s3 import S3Server
@@ -203,6 +203,7 @@ def test_a_launch_is_one_trainer_and_its_workers(hub: Hub):
     assert trainer["command"] == [
         "rolecall", "run", "async_grpo", "--proxy", "0.0.0.0:8700", "--set", "steps=7",
         "--set", "rollout_workers=0", "--set", "store=s3://weights/rolecall",
+        "--name", trainer["labels"]["rolecall"],
     ]  # fmt: skip
     assert trainer["expose"] == {"ports": [8700], "portsPublic": []}
     (id,) = [job.id for job in hub.of("trainer")]
@@ -393,10 +394,10 @@ def test_ctrl_c_leaves_the_jobs_alone_and_stop_ends_who_follows(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(
+def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_a_lost_trainer_and_leaves_nothing(
     tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ):
-    """Price, trainer, gateway, worker; the worker's machine is taken away before it has done anything."""
+    """The worker's machine is taken away before it has done anything, the trainer's in the middle of the run."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.setenv(
@@ -406,17 +407,21 @@ def test_a_run_on_rented_jobs_outlives_a_lost_worker_and_leaves_nothing(
     with Hub(tmp_path / "there") as hub:
         environment = hub.environment() | s3_server.environment() | {"ROLECALL_BEARER": hub.reader}
         command = Command(
-            arguments("--yes", "--set", "steps=3", recipe=RECIPE, bucket=bucket, workers=1), here, environment
+            arguments("--yes", "--set", "steps=8", recipe=RECIPE, bucket=bucket, workers=1), here, environment
         )
         worker = hub.wait_for("worker-0")
         command_lines = _all_command_lines()
         worker.kill()
+        lost = hub.of("trainer")[0]
+        until(lambda: [file for file in lost.folder.glob("runs/*/metrics.jsonl") if len(lines(file)) >= 3])
+        lost.kill()
         code, out, err = command.finish(120)
         assert code == 0, out + err
         assert Command(["launch", "stop"], here, environment).finish()[0] == 0
-        assert [job.stage for job in hub.jobs.values()] == ["COMPLETED", "ERROR", "COMPLETED"]
-        [folder] = hub.of("trainer")[0].folder.glob("runs/*")
-        check_ledger(folder, 3, 4)
+        assert [job.stage for job in hub.of("trainer")] == ["ERROR", "COMPLETED"]
+        assert [job.stage for job in hub.of("worker-0")] == ["ERROR", "CANCELED", "COMPLETED"]
+        [folder] = hub.of("trainer")[1].folder.glob("runs/*")
+        check_ledger(folder, 8, 4)
         assert "worker-0: ERROR (exit code 137)\nworker-0: started again as job " in out
         assert f"each version of its adapter is in {bucket}" in out
         assert [job.role for job in hub.jobs.values() if _is_alive(job.id)] == []

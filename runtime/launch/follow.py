@@ -26,14 +26,17 @@ LOG_LINES = 15
 class Follower:
     """One launch, followed from its trainer's start to its end.
 
-    worker: makes the job of a role, given the run's address. bearer: what the platform's gateway asks for.
-    budgets: of each worker's role, how often it may be lost. stopped: whether somebody else ends the launch.
+    worker: makes the job of a role, given the run's address. trainer_again: the job that goes on with the run from its
+    bucket. bearer: what the platform's gateway asks for. budgets: of each worker's role, how often it may be lost;
+    trainer_budget: likewise. stopped: whether somebody else ends the launch.
     clock: seconds; pause: waits so many of them; say: prints a line.
     """
 
     jobs: HubJobs
     worker: Callable[[str, str], JobSpec]
+    trainer_again: JobSpec
     budgets: dict[str, RestartBudget]
+    trainer_budget: RestartBudget
     bearer: str
     stopped: Callable[[], bool]
     clock: Callable[[], float]
@@ -45,6 +48,7 @@ class Follower:
     _out: set[str] = field(default_factory=set)
     _started: set[str] = field(default_factory=set)
     _open: bool = False
+    _begun: bool = False
 
     def follow(self, *, until_started: bool = False) -> int:
         """Until the trainer's job has ended, or until all workers have been started. Returns the exit code.
@@ -65,18 +69,22 @@ class Follower:
             self.pause(POLL_S)
 
     def _tick(self) -> int | None:
-        newest = {job.role: job for job in self.jobs.jobs()}
+        jobs = self.jobs.jobs()
+        [*_, trainer] = [job for job in jobs if job.role == "trainer"]
+        # Workers from before it were those of a trainer that was lost, and knew another address.
+        newest = {job.role: job for job in jobs if job.created >= trainer.created}
         for role, job in newest.items():
             self._tell(role, f"{role}: {_described(job)}")
-        trainer = newest["trainer"]
         if not trainer.live:
-            return self._end(trainer)
+            again = trainer.stage in ("ERROR", "DELETED") and not self.stopped() and self._go_on(trainer)
+            return None if again else self._end(trainer)
         if self.stopped():
             self.say("stopped from elsewhere")
             return 130
         if trainer.stage == "RUNNING" and not self._open:
             problem = answers(trainer.url, self.bearer)
             self._open = not problem
+            self._begun |= self._open
             self._tell(
                 "door", f"trainer: it does not answer yet ({problem})" if problem else "trainer: it answers"
             )
@@ -88,6 +96,23 @@ class Follower:
             cancel_and_wait(self.jobs, [trainer], self.clock, self.pause)
             return 1
         return None
+
+    def _go_on(self, trainer: Job) -> bool:
+        """Start the run again from its bucket, in another job; whether it may be."""
+        if not self._begun:  # what it died of, it would die of again
+            return False
+        wait_s = self.trainer_budget.spend("trainer", _described(trainer), self.clock())
+        if wait_s is None:
+            self.say(f"trainer: it stays away: {self.trainer_budget.story}")
+            return False
+        cancel_and_wait(self.jobs, self._workers_left(), self.clock, self.pause)
+        self.pause(wait_s)
+        job = self.jobs.start(self.trainer_again)
+        self._open = False
+        self._started.clear()
+        self._not_before.clear()
+        self.say(f"trainer: the run goes on from its last checkpoint, in job {job.id}")
+        return True
 
     def _keep(self, role: str, job: Job | None, url: str) -> None:
         """Start a worker that was never started, or was lost and has restarts left."""
@@ -124,10 +149,9 @@ class Follower:
             return 0
         if trainer.stage == "CANCELED":
             return 130
-        # What it had leased and buffered was in its container, so no other job can take the run up.
         self.say(
-            f"the trainer's job has failed ({_described(trainer)}); what it said last is above. A run does not go "
-            "on in another job: its versions are in the bucket; launch it anew"
+            f"the trainer's job has failed ({_described(trainer)}); what it said last is above. Its checkpoints are in "
+            "the bucket: `rolecall run --resume` goes on from there, on any machine"
         )
         return 1
 

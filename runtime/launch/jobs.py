@@ -43,6 +43,7 @@ def launch(options: argparse.Namespace) -> int:
     now = time.time()
     store, keys = store_and_keys(options.bucket, os.environ)
     keys |= model_token(os.environ)
+    name = launch_name(options.recipe, now)
     command = _trainer_command(options, store)
     timeout_s = _seconds(options.timeout)
     if options.workers < 1:
@@ -52,7 +53,7 @@ def launch(options: argparse.Namespace) -> int:
     rented = _rented(options, flavors)
     _agree(estimate(rented, timeout_s), yes=options.yes)
     record = OnHub(
-        name=launch_name(options.recipe, now),
+        name=name,
         started=now,
         namespace=options.namespace or user,
         store=store,
@@ -64,8 +65,12 @@ def launch(options: argparse.Namespace) -> int:
     token = secrets.token_urlsafe(32)
     bearer = os.environ.get(BEARER) or str(api.token)
     job = partial(JobSpec, image=options.image, timeout_s=timeout_s)
-    trainer = job(
-        role=TRAINER, command=command, secrets=keys | {TOKEN: token}, flavor=options.trainer_flavor, exposes=True
+    trainer, again = (
+        job(
+            role=TRAINER, command=[*command, flag, name], secrets=keys | {TOKEN: token},
+            flavor=options.trainer_flavor, exposes=True,
+        )
+        for flag in ("--name", "--resume")
     )  # fmt: skip
     gpus = flavors[options.flavor].gpus
     flags = join_flags(options, gpus=str(gpus) if gpus else "")
@@ -75,6 +80,8 @@ def launch(options: argparse.Namespace) -> int:
             role=role, command=["sh", "-c", _JOIN, url, *flags], secrets=keys | {TOKEN: token, BEARER: bearer},
             flavor=options.flavor,
         ),
+        trainer_again=again,
+        trainer_budget=_budget(-1),
         budgets={f"worker-{number}": _budget(number) for number in range(options.workers)},
         bearer=bearer,
         stopped=lambda: _is_stopped(options.runs, record.name),
