@@ -1,7 +1,8 @@
 """GRPO one step off: while the trainer makes a step, the workers sample the next one's groups.
 
 A step's prompts are lent when the version before the last comes out, and the step waits for all of them: so
-after the first step every group is exactly one version behind, and both sides work all the time.
+after the first step every group is exactly one version behind, and both sides work all the time. (Only what a worker
+lost and another begins anew may be fresher.)
 
 prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ evaluator
    reward ─┘   ▲                                │
