@@ -22,9 +22,9 @@ class ModelReward(Reward):
     mark:  stands before the answer, both in a completion and in the data's reference.
 
     The reward is within [0, 1]: exp of the mean log-probability of the reference's tokens and the end, after the prompt
-    and the completion up to the last mark; 0 without a mark. The completion's own answer is not looked at. After VeriFree,
-    arXiv 2505.21493, and RLPR, arXiv 2506.18254, which take the product and the mean of these probabilities, and the
-    policy itself as the judge.
+    and the completion up to the last mark; 0 without a mark. The completion's own answer is not looked at. After
+    VeriFree, arXiv 2505.21493, and RLPR, arXiv 2506.18254, which take the product and the mean of these probabilities,
+    and the policy itself as the judge.
     """
 
     preloads = ("torch", "transformers", "rolecall.actors.model")
