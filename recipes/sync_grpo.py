@@ -7,50 +7,29 @@ prompts ─▶ rollout ×N ─▶ trainer ─▶ store ─▶ evaluator
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from ..actors import outcome
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
-from ..actors.lora import Lora
-from ..actors.losses import Loss
 from ..actors.prompts import PromptSource
 from ..actors.reward import Reward
 from ..actors.rollout import RolloutWorker
+from ..actors.settings import Settings
 from ..actors.trainer import Trainer
 from ..runtime import Graph, Strategy
-from ..runtime.recipe import AtLeastOne, AtLeastTwo, NotNegative, Positive
 from ..runtime.store import Store
 
 __all__ = ["Config", "build", "outcome"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """What a run may change, with `--set field=value`."""
+class Config(Settings):
+    """What a run may change, besides the settings that all recipes have."""
 
-    model: str = "tiny"
-    train_set: str = "tiny"
-    eval_set: str = "tiny"
     reward: str = "exact_match"
     eval_reward: str = ""  # what accuracy counts; by default a built-in reward, or exact_match
-    store: str = "file://"
-    seed: NotNegative = 0
-    curriculum: bool = False  # leave out prompts that are always or never solved by now
-    steps: AtLeastOne = 40
-    batch: AtLeastOne = 16
-    group_size: AtLeastTwo = 8
-    max_tokens: AtLeastOne = 64
-    temperature: Positive = 1.0
-    lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
-    lr: Positive = 1e-3
-    rollout_workers: NotNegative = 2
-    engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
-    engine_python: str = ""  # the interpreter they run in; by default this one
-    loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss
-    eval_problems: AtLeastOne = 256
-    eval_every: AtLeastOne = 10
 
 
 def build(config: Config) -> Graph:

@@ -7,7 +7,7 @@ environment ◀▶─┘ ▲                              │
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from ..actors import outcome
@@ -15,44 +15,27 @@ from ..actors.buffer import Buffer
 from ..actors.engines import Sampling
 from ..actors.environment import EnvironmentHost
 from ..actors.evaluator import Evaluator
-from ..actors.lora import Lora
-from ..actors.losses import Loss
 from ..actors.prompts import PromptSource
 from ..actors.rollout import RolloutWorker
+from ..actors.settings import Settings
 from ..actors.trainer import Trainer
 from ..runtime import Graph, Strategy
-from ..runtime.recipe import AtLeastOne, AtLeastTwo, NotNegative, Positive
+from ..runtime.recipe import NotNegative
 from ..runtime.store import Store
 
 __all__ = ["Config", "build", "outcome"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """What a run may change, with `--set field=value`."""
+class Config(Settings):
+    """What a run may change, besides the settings that all recipes have."""
 
-    model: str = "tiny"
     train_set: str = "tiny-hard"
     eval_set: str = "tiny-hard"
     environment: str = "calculator"
     stop: str = "="  # what ends a turn besides an end-of-sequence token; empty for nothing
-    store: str = "file://"
-    seed: NotNegative = 0
-    steps: AtLeastOne = 40
-    batch: AtLeastOne = 16
-    group_size: AtLeastTwo = 8
-    max_tokens: AtLeastOne = 64
-    temperature: Positive = 1.0
-    lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
-    lr: Positive = 1e-3
-    rollout_workers: NotNegative = 2
-    engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
-    engine_python: str = ""  # the interpreter they run in; by default this one
     max_staleness: NotNegative = 2
     inflight_swap: bool = False  # turns go on under a new version, instead of ending under their own
-    loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss
-    eval_problems: AtLeastOne = 256
-    eval_every: AtLeastOne = 10
 
 
 def build(config: Config) -> Graph:
@@ -66,6 +49,7 @@ def build(config: Config) -> Graph:
     prompts = graph.add(
         "prompts", PromptSource, dataset=config.train_set, seed=config.seed, steps=config.steps,
         groups_per_step=config.batch, max_staleness=config.max_staleness,
+        curriculum=config.curriculum,
     )  # fmt: skip
     environment = graph.add("environment", EnvironmentHost, environment=config.environment)
     buffer = graph.add(

@@ -29,6 +29,7 @@ from .remote import CA, is_own_authority
 from .runs import RunFolder, create_run, find_run, named, nobody, resume_run, run_to_resume
 from .show import difference, picture
 from .supervisor import Outcome, Supervisor
+from .svg import draw
 from .tokens import SCOPES, change, seconds, write_private
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "--tls-cert", type=Path, metavar="FILE", help="the proxy's certificate: then it speaks HTTPS"
     )
     run.add_argument("--tls-key", type=Path, metavar="FILE", help="and its key")
-    with_recipe(command("show", _show, "draw a recipe's graph and list its settings"))
+    show = with_recipe(command("show", _show, "draw a recipe's graph and list its settings"))
+    show.add_argument("--svg", type=Path, metavar="FILE", help="draw it into this file instead")
     diff = command("diff", _diff, "what two recipes do differently")
     diff.add_argument("a", help="a recipe")
     diff.add_argument("b", help="another")
@@ -243,7 +245,14 @@ def _add_proxy(graph: Graph, run: RunFolder, host: str, port: int, tls: tuple[Pa
 def _show(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
     config = configure(recipe, options.recipe, options.set)
-    say(picture(_build(recipe, options.recipe, config)), sys.stdout)
+    graph = _build(recipe, options.recipe, config)
+    if options.svg:
+        try:
+            options.svg.write_text(draw(graph))
+        except OSError as error:
+            raise Unrecoverable(f"can't write {options.svg}: {error.strerror}", exit_code=2) from error
+        return 0
+    say(picture(graph), sys.stdout)
     say("\nSettings:", sys.stdout)
     for name, value in settings_of(config).items():
         say(f"  {name} = {value!r}", sys.stdout)

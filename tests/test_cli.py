@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rolecall.runtime.cli import main
+from rolecall.runtime.recipe import recipe_names
 from rolecall.runtime.remote import is_own_authority
 from rolecall.runtime.runs import RunFolder, RunInfo, create_run, find_run
 
@@ -19,7 +20,7 @@ from .commands import Command
 
 FLAGS = {
     "run": ["--json", "--name", "--proxy", "--resume", "--runs", "--set", "--tls-cert", "--tls-key"],
-    "show": ["--set"],
+    "show": ["--set", "--svg"],
     "diff": [],
     "ps": ["--json", "--runs"],
     "logs": ["--follow", "--runs"],
@@ -59,6 +60,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err.removeprefix("rolecall: ").rstrip()
 
 
+RECIPES = ", ".join(recipe_names())
+
+
 def test_commands_and_flags_are_these(capsys: pytest.CaptureFixture[str]):
     """A new knob belongs into a recipe's Config; a new flag needs a reason, and a line here."""
     listed = re.findall(r"^    (\w+) ", help_of(capsys), re.MULTILINE)
@@ -84,8 +88,15 @@ def test_show_lists_every_role_and_setting(capsys: pytest.CaptureFixture[str]):
 
 def test_diff_marks_the_edges(capsys: pytest.CaptureFixture[str]):
     out = output(capsys, "diff", "sync_grpo", "async_grpo")
-    assert "- trainer.groups: ─▶ rollout\n+ trainer.groups: ─▶ buffer\n" in out
-    assert "+ rollout.sink: ─▶ buffer" in out
+    assert "- trainer: groups ─▶ rollout\n+ trainer: groups ─▶ buffer\n" in out
+    assert "+ rollout: sink ─▶ buffer" in out
+
+
+def test_show_draws_into_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert output(capsys, "show", "sync_grpo", "--svg", str(tmp_path / "graph.svg")) == ""
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    assert main(["show", "sync_grpo", "--svg", str(tmp_path / "nowhere" / "graph.svg")]) == 2
+    assert "nowhere/graph.svg: No such file or directory" in capsys.readouterr().err
 
 
 def test_a_recipe_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -97,10 +108,10 @@ def test_a_recipe_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["async_grp"], "there is no recipe 'async_grp'; did you mean 'async_grpo'? There are: async_grpo, sync_grpo, "
-         "tool_grpo"),
-        (["quux"], "there is no recipe 'quux'. There are: async_grpo, sync_grpo, tool_grpo, or give the path of a .py "
-         "file or the dotted name of a module"),
+        (["async_grp"], "there is no recipe 'async_grp'; did you mean 'async_grpo'? There are: "
+         + RECIPES),
+        (["quux"], f"there is no recipe 'quux'. There are: {RECIPES}, or give the path of a .py file or the dotted "
+         "name of a module"),
         (["missing.py"], "there is no recipe file {here}/missing.py: check the path"),
         (["async_grpo", "--set", "stepz=4"], "async_grpo has no setting 'stepz'; did you mean 'steps'? It has: batch,"),
         (["async_grpo", "--set", "steps"], "--set steps: write it as field=value"),

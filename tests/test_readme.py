@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rolecall.actors.tiny import BASE
 from rolecall.actors.tiny.problems import held_out, training
+from rolecall.runtime.recipe import recipe_names
 
 from .certificates import make_certificate
 from .commands import Command, lines, proxy_url, until
@@ -51,12 +52,17 @@ def _run(arguments: list[str], folder: Path) -> str:
 def test_every_command_is_run_by_a_test_below():
     tested = re.findall(r'_arguments\("(.*?)"\)', Path(__file__).read_text())
     left = [c for c in _commands() if not any(c.startswith(start) for start in tested)]
-    assert left == [
-        "pip install -e . && rolecall run async_grpo",
-        "rolecall run tool_grpo",  # tests/test_run.py does
-        'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
-        'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
-    ]
+    assert (
+        left
+        == [
+            "pip install -e . && rolecall run async_grpo",
+            "rolecall run tool_grpo",  # tests/test_run.py does
+            'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
+            'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
+            "rolecall run async_grpo --resume async_grpo-20260131-120000-7a81",  # these two: tests/test_resume.py does
+            "rolecall run async_grpo --resume async_grpo-20260131-120000-7a81 --set store=s3://my-bucket/rolecall",
+        ]
+    )
 
 
 def test_every_test_that_is_linked_exists():
@@ -107,8 +113,20 @@ def test_a_live_run_from_another_terminal(tmp_path: Path):
 
 
 def test_show_and_diff(tmp_path: Path):
-    assert "RolloutWorker" in _run(_arguments("rolecall show"), tmp_path)
-    assert "+ buffer: Buffer" in _run(_arguments("rolecall diff"), tmp_path)
+    assert "RolloutWorker" in _run(_arguments("rolecall show sync_grpo"), tmp_path)
+    assert _run(_arguments("rolecall show async_grpo --svg"), tmp_path) == ""
+    assert (tmp_path / "graph.svg").read_text().startswith("<svg")
+    assert "+ buffer: Buffer" in _run(_arguments("rolecall diff sync_grpo"), tmp_path)
+
+
+def test_every_recipe_is_in_the_table():
+    rows = re.findall(r"^\| \[(\w+)\]\(recipes/(\w+)\.py\) \|", README, re.M)
+    assert sorted(rows) == [(name, name) for name in recipe_names()]
+
+
+def test_a_recipe_of_ones_own_is_short():
+    (body,) = [body for _, body in BLOCKS if body.startswith("# diary.py\n")]
+    assert len([line for line in body.splitlines()[1:] if line.strip()]) <= 20
 
 
 def test_sync_with_settings(tmp_path: Path):
@@ -133,6 +151,7 @@ def test_files_of_ones_own(tmp_path: Path):
     assert "in 5 steps" in _run([*_arguments("rolecall run diary.py"), *FEW_PROBLEMS], tmp_path)
     retry = _arguments("rolecall run tool_grpo --set environment=retry.py")
     assert "in 5 steps" in _run([*retry, *FEW_PROBLEMS], tmp_path)
+    assert "+ diary: Diary\n" in _run(_arguments("rolecall diff async_grpo"), tmp_path)
     (diary,) = tmp_path.glob("runs/diary-*/diary.txt")
     assert "version 5" in diary.read_text() or "step 5" in diary.read_text()
 

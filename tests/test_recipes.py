@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rolecall import Graph
-from rolecall.recipes import async_grpo, sync_grpo, tool_grpo
+from rolecall.actors.types import Group
+from rolecall.recipes import async_grpo, expert_iteration, inflight_grpo, one_step_off, sync_grpo, tool_grpo
 from rolecall.runtime.recipe import load_recipe, recipe_names
 from rolecall.runtime.store import Store
 from rolecall.runtime.testing import LocalRun
@@ -24,6 +26,7 @@ from .fakes import FakeTrainer, fake_ring
 FOLDER = Path(async_grpo.__file__).parent
 SMALL: dict[str, Any] = {"steps": 2, "batch": 4, "group_size": 4, "eval_problems": 8}
 SMALL_3: dict[str, Any] = {**SMALL, "steps": 3}
+SMALL_4: dict[str, Any] = {**SMALL, "steps": 4}
 TIMES = ("time", "perf/")
 
 
@@ -53,7 +56,7 @@ def test_a_recipe_fits_two_screens_and_begins_with_a_picture(name: str):
     path = FOLDER / f"{name}.py"
     assert len(path.read_text().splitlines()) <= 100
     graph = load_recipe(name).build(load_recipe(name).Config())
-    drawn = (load_recipe(name).__doc__ or "").partition("\n\n")[2]
+    drawn = (load_recipe(name).__doc__ or "").rpartition("\n\n")[2]
     assert "─▶" in drawn
     assert {role.name for role in graph} | {"store", "weights"} == set(re.findall(r"[a-z]+", drawn))
 
@@ -97,7 +100,63 @@ def test_with_a_tool_only_who_judges_differs():
     assert 0 < len(marked) <= 30, "\n".join(marked)
 
 
-@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo", "tool_grpo"])
+# One worker's one batch is sampled fastest; what of the ring two workers test is tested below.
+BRIEF: dict[str, Any] = {"steps": 5, "batch": 8, "eval_problems": 4, "max_tokens": 40, "lr": 5e-3,
+                         "rollout_workers": 1, "seed": 1}  # fmt: skip
+SOONER: dict[str, dict[str, Any]] = {
+    "async_grpo": {"max_staleness": 1},
+    "inflight_grpo": {"max_staleness": 1},
+    "expert_iteration": {"iteration": 2},
+    "judged": {"max_staleness": 1},
+}
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo", "one_step_off", "inflight_grpo", "expert_iteration",
+                                  "judged"])  # fmt: skip
+def test_a_recipe_learns(tmp_path: Path, name: str):
+    recipe = load_recipe(name)
+    run(recipe.build(recipe.Config(**BRIEF, **SOONER.get(name, {}))), tmp_path)
+    rewards = [line["reward"] for line in lines(tmp_path, "metrics.jsonl")]
+    assert rewards[-1] >= rewards[0] + 0.25, rewards
+
+
+def test_one_step_off_is_one_version_behind_no_more_and_no_less(tmp_path: Path):
+    run(one_step_off.build(one_step_off.Config(**SMALL_4)), tmp_path)
+    check_ledger(tmp_path, steps=4, batch=4, max_staleness=1)
+    assert [line["staleness/mean"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 1, 1, 1]
+
+
+def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Path):
+    config = inflight_grpo.Config(**SMALL_4)
+    run(inflight_grpo.build(config), tmp_path)
+    check_ledger(tmp_path, steps=4, batch=4, max_staleness=4)
+    last = [msgspec.msgpack.decode(file.read_bytes(), type=Group) for file in tmp_path.rglob("*.group")]
+    assert any(len(set(completion.versions)) > 1 for group in last for completion in group.completions)
+    assert all("correction/weight_mean" in line for line in lines(tmp_path, "metrics.jsonl")[1:])
+
+
+def test_expert_iteration_samples_a_whole_iteration_with_one_version_and_learns_from_winners(tmp_path: Path):
+    run(expert_iteration.build(expert_iteration.Config(**SMALL_3, iteration=2)), tmp_path)
+    check_ledger(tmp_path, steps=3, batch=4, max_staleness=0)
+    assert [line["version"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 0, 1]
+    assert expert_iteration.Config().loss.advantages([[1.0, 0.0, 0.0]]) == [[1.0, 0.0, 0.0]]
+
+
+def test_an_iteration_whose_trainer_dies_in_the_middle_is_sampled_again(tmp_path: Path):
+    """Under the version that the trainer publishes when it is back; no group is trained twice."""
+
+    def once_in_the_first(run: LocalRun) -> list[str]:
+        made = len(run.reports["trainer"])
+        return ["trainer"] if made == 1 and not run.deaths else []
+
+    config = expert_iteration.Config(**SMALL_4, iteration=2)
+    local = LocalRun(expert_iteration.build(config), folder=tmp_path, kill=once_in_the_first)
+    local.run()
+    assert [death.name for death in local.deaths] == ["trainer"]
+    check_ledger(tmp_path, steps=4, batch=4, max_staleness=0)
+
+
+@pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
 def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str):
     recipe = load_recipe(name)
     first, second = tmp_path / "first", tmp_path / "second"

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
-from rolecall import Ref, Strategy
+from rolecall import Graph, Ref, Strategy
 from rolecall.recipes import async_grpo, sync_grpo
 from rolecall.runtime.show import difference, picture
+from rolecall.runtime.store import Store
 
 PICTURE = """\
 sync_grpo: restarts only it
   prompts     PromptSource
   reward      Reward
-  rollout ×2  RolloutWorker   prompts ─▶ prompts, reward ─▶ reward
-  trainer     Trainer         groups ─▶ rollout, prompts ─▶ prompts
-  evaluator   Evaluator
+  rollout ×2  RolloutWorker   prompts ─▶ prompts, reward ─▶ reward, weights ┄▶ store
+  trainer     Trainer         groups ─▶ rollout, prompts ─▶ prompts, weights ┄▶ store
+  evaluator   Evaluator       weights ┄▶ store
   until trainer and evaluator have finished"""
 
 DIFFERENCE = """\
 --- sync_grpo
 +++ async_grpo
+actors
+  prompts: PromptSource
+  reward: Reward
++ buffer: Buffer
+- rollout ×2: RolloutWorker
++ rollout ×2 or more: RolloutWorker
+  trainer: Trainer
+  evaluator: Evaluator
+wires
++ buffer: prompts ─▶ prompts
++ buffer: weights ┄▶ store
+  rollout: prompts ─▶ prompts
+  rollout: reward ─▶ reward
++ rollout: sink ─▶ buffer
+  rollout: weights ┄▶ store
+- trainer: groups ─▶ rollout
++ trainer: groups ─▶ buffer
+  trainer: prompts ─▶ prompts
+  trainer: weights ┄▶ store
+  evaluator: weights ┄▶ store
+settings
 - prompts.max_staleness: 0
 + prompts.max_staleness: 2
-- trainer.max_staleness: 0
-+ trainer.max_staleness: 2
-- trainer.groups: ─▶ rollout
-+ trainer.groups: ─▶ buffer
-+ buffer: Buffer
 + buffer.capacity: 48
 + buffer.max_staleness: 2
-+ buffer.prompts: ─▶ prompts
 + buffer.weights.url: 'file://'
-+ rollout elastic: yes
 + rollout.max_staleness: 2
 + rollout.inflight_swap: False
-+ rollout.sink: ─▶ buffer"""
+- trainer.max_staleness: 0
++ trainer.max_staleness: 2"""
+
+
+def changes(a: Graph, b: Graph) -> list[str]:
+    """The marked lines."""
+    return [line for line in difference(a, b).splitlines()[2:] if line[0] in "-+"]
 
 
 def test_a_graph_is_its_roles_and_wires():
@@ -50,7 +71,7 @@ def test_one_that_ends_with_one_role():
 def test_a_role_that_may_grow_and_one_with_another_interpreter():
     graph = async_grpo.build(async_grpo.Config(engine_python="/vllm/bin/python"))
     lines = picture(graph).splitlines()
-    assert lines[3] == "  buffer              Buffer          prompts ─▶ prompts"
+    assert lines[3] == "  buffer              Buffer          prompts ─▶ prompts, weights ┄▶ store"
     assert lines[4].startswith("  rollout ×2 or more  RolloutWorker   prompts ─▶ prompts, ")
     assert lines[-2:] == [
         "  rollout runs in /vllm/bin/python",
@@ -63,14 +84,20 @@ def test_a_role_that_may_grow_and_one_with_another_interpreter():
         assert "runs in" not in shown
 
 
-def test_the_difference_is_edges_and_settings():
+def test_the_difference_is_both_graphs_with_what_differs_marked():
     sync, other = sync_grpo.build(sync_grpo.Config()), async_grpo.build(async_grpo.Config())
     assert difference(sync, other) == DIFFERENCE
-    back = difference(other, sync).splitlines()
-    swapped = [
-        line.replace("+ ", "- ", 1) if line[0] == "+" else line.replace("- ", "+ ", 1) for line in back[2:]
-    ]
-    assert sorted(swapped) == sorted(DIFFERENCE.splitlines()[2:])
+    swap = str.maketrans("+-", "-+")
+    assert sorted(line[0].translate(swap) + line[1:] for line in changes(other, sync)) == sorted(
+        changes(sync, other)
+    )
+
+
+def test_stores_in_two_places_have_two_names():
+    graph = sync_grpo.build(sync_grpo.Config())
+    graph["evaluator"].kwargs["weights"] = Store("s3://there/else")
+    assert "weights ┄▶ store s3://there/else" in picture(graph)
+    assert "weights ┄▶ store file://" in picture(graph)
 
 
 def test_alike():
@@ -78,31 +105,31 @@ def test_alike():
     assert difference(*graphs) == "sync_grpo and sync_grpo are wired alike"
 
 
-def test_replicas_and_restarts_are_part_of_the_difference():
+def test_replicas_and_where_a_role_runs_are_part_of_the_difference():
     one, two = (sync_grpo.build(sync_grpo.Config(rollout_workers=count)) for count in (1, 2))
-    marked = difference(one, two).splitlines()[2:]
-    assert "- rollout: RolloutWorker" in marked and "+ rollout: RolloutWorker ×2" in marked
-
-
-def test_where_a_role_runs_is_part_of_the_difference():
-    one, two = (sync_grpo.build(sync_grpo.Config(engine_python=path)) for path in ("", "/vllm/bin/python"))
-    assert difference(one, two).splitlines()[2:] == ["+ rollout runs in: /vllm/bin/python"]
-    assert difference(two, one).splitlines()[2:] == ["- rollout runs in: /vllm/bin/python"]
-    two = sync_grpo.build(sync_grpo.Config())
+    assert changes(one, two)[:2] == ["- rollout: RolloutWorker", "+ rollout ×2: RolloutWorker"]
     for graph, replicas in ((one, 1), (two, 0)):
         graph.place(Ref("rollout"), replicas=replicas, elastic=True)
-    assert difference(one, two).splitlines()[2:] == [
-        "- rollout: RolloutWorker",
-        "+ rollout: RolloutWorker ×0",
+    assert changes(one, two)[1] == "+ rollout ×0 or more: RolloutWorker"
+    one, two = (sync_grpo.build(sync_grpo.Config(engine_python=path)) for path in ("", "/vllm/bin/python"))
+    assert changes(one, two) == [
+        "- rollout ×2: RolloutWorker",
+        "+ rollout ×2: RolloutWorker, runs in /vllm/bin/python",
+    ]
+
+
+def test_settings_of_the_same_graph():
+    one, two = (sync_grpo.build(sync_grpo.Config(lr=lr)) for lr in (1e-3, 2e-3))
+    assert difference(one, two).splitlines()[-3:] == [
+        "settings",
+        "- trainer.lr: 0.001",
+        "+ trainer.lr: 0.002",
     ]
 
 
 def test_supervisors_of_their_own_are_part_of_the_picture_and_the_difference():
     one, two = (sync_grpo.build(sync_grpo.Config()) for _ in range(2))
     two.supervise(Ref("reward"), Ref("rollout"), strategy=Strategy.ONE_FOR_ALL, max_restarts=9)
-    assert (
-        picture(two).splitlines()[-2] == "  reward and rollout apart: restarts everybody, at most 9 in 60 s"
-    )
-    assert difference(one, two).splitlines()[2:] == [
-        "+ reward and rollout apart: restarts everybody, at most 9 in 60 s"
-    ]
+    own = "reward and rollout apart: restarts everybody, at most 9 in 60 s"
+    assert picture(two).splitlines()[-2] == f"  {own}"
+    assert changes(one, two) == [f"+ {own}"]

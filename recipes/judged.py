@@ -1,0 +1,81 @@
+"""GRPO with a language model as the judge: it reads how a completion works, and says how likely the answer is then.
+
+Nothing checks the completion's own answer, so this is for answers that no function can compare. Any actor with the
+message `score` can be the judge, such as one that asks an API.
+
+prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ evaluator
+    judge ─┘   ▲                                │
+               └─────────── weights ────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..actors import outcome
+from ..actors.buffer import Buffer
+from ..actors.engines import Sampling
+from ..actors.evaluator import Evaluator
+from ..actors.model_reward import ModelReward
+from ..actors.prompts import PromptSource
+from ..actors.rollout import RolloutWorker
+from ..actors.settings import Settings
+from ..actors.trainer import Trainer
+from ..runtime import Graph, Strategy
+from ..runtime.recipe import AtLeastOne, NotNegative
+from ..runtime.store import Store
+
+__all__ = ["Config", "build", "outcome"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """What a run may change, besides the settings that all recipes have."""
+
+    judge: str = "tiny"  # its model, as `model`
+    judges: AtLeastOne = 1
+    max_staleness: NotNegative = 2
+    eval_reward: str = "exact_match"  # what accuracy counts
+
+
+def build(config: Config) -> Graph:
+    # A lost worker costs only the prompts it held: restart it alone.
+    graph = Graph("judged", strategy=Strategy.ONE_FOR_ONE)
+    weights = Store(config.store)
+    sampling = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
+
+    # Who talks to whom.
+    prompts = graph.add(
+        "prompts", PromptSource, dataset=config.train_set, seed=config.seed, steps=config.steps,
+        groups_per_step=config.batch, max_staleness=config.max_staleness,
+        curriculum=config.curriculum,
+    )  # fmt: skip
+    judge = graph.add("judge", ModelReward, model=config.judge)
+    buffer = graph.add(
+        "buffer", Buffer, capacity=config.batch * (1 + config.max_staleness),
+        max_staleness=config.max_staleness, prompts=prompts, weights=weights,
+    )  # fmt: skip
+    rollout = graph.add(
+        "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
+        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
+        engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=judge, weights=weights,
+        max_staleness=config.max_staleness, sink=buffer,
+    )  # fmt: skip
+    trainer = graph.add(
+        "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
+        temperature=config.temperature, steps=config.steps,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=config.max_staleness,
+        groups=buffer, prompts=prompts, weights=weights,
+    )  # fmt: skip
+    evaluator = graph.add(
+        "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,
+        sampling=sampling, every=config.eval_every, steps=config.steps, seed=config.seed, weights=weights,
+        score=config.eval_reward,
+    )  # fmt: skip
+
+    # How they run, and when the run is over.
+    graph.place(judge, replicas=config.judges)
+    graph.place(rollout, python=config.engine_python, replicas=config.rollout_workers, elastic=True)
+    graph.until(trainer, evaluator)
+    return graph

@@ -1,0 +1,80 @@
+"""GRPO one step off: while the trainer makes a step, the workers sample the next one's groups.
+
+A step's prompts are lent when the version before the last comes out, and the step waits for all of them: so
+after the first step every group is exactly one version behind, and both sides work all the time. (Only what a worker
+lost and another begins anew may be fresher.)
+
+prompts ─▶ rollout ×N ─▶ buffer ─▶ trainer ─▶ store ─▶ evaluator
+   reward ─┘   ▲                                │
+               └─────────── weights ────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..actors import outcome
+from ..actors.buffer import Buffer
+from ..actors.engines import Sampling
+from ..actors.evaluator import Evaluator, accuracy_function
+from ..actors.prompts import PromptSource
+from ..actors.reward import Reward
+from ..actors.rollout import RolloutWorker
+from ..actors.settings import Settings
+from ..actors.trainer import Trainer
+from ..runtime import Graph, Strategy
+from ..runtime.store import Store
+
+__all__ = ["Config", "build", "outcome"]
+
+BEHIND = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """What a run may change, besides the settings that all recipes have."""
+
+    reward: str = "exact_match"
+    eval_reward: str = ""  # what accuracy counts; by default a built-in reward, or exact_match
+
+
+def build(config: Config) -> Graph:
+    # A lost worker costs only the prompts it held: restart it alone.
+    graph = Graph("one_step_off", strategy=Strategy.ONE_FOR_ONE)
+    weights = Store(config.store)
+    sampling = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
+
+    # Who talks to whom.
+    prompts = graph.add(
+        "prompts", PromptSource, dataset=config.train_set, seed=config.seed, steps=config.steps,
+        groups_per_step=config.batch, max_staleness=BEHIND,
+        curriculum=config.curriculum,
+    )  # fmt: skip
+    reward = graph.add("reward", Reward, fn=config.reward)
+    buffer = graph.add(
+        "buffer", Buffer, capacity=config.batch * (1 + BEHIND),
+        max_staleness=BEHIND, prompts=prompts, weights=weights,
+    )  # fmt: skip
+    rollout = graph.add(
+        "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
+        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
+        engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
+        max_staleness=BEHIND, sink=buffer,
+    )  # fmt: skip
+    trainer = graph.add(
+        "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
+        temperature=config.temperature, steps=config.steps,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=BEHIND,
+        groups=buffer, prompts=prompts, weights=weights,
+    )  # fmt: skip
+    evaluator = graph.add(
+        "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,
+        sampling=sampling, every=config.eval_every, steps=config.steps, seed=config.seed, weights=weights,
+        score=accuracy_function(config.eval_reward, config.reward),
+    )  # fmt: skip
+
+    # How they run, and when the run is over.
+    graph.place(rollout, python=config.engine_python, replicas=config.rollout_workers, elastic=True)
+    graph.until(trainer, evaluator)
+    return graph
