@@ -19,6 +19,7 @@ from ..runtime import Actor, Answer, Finished, Ref, idempotent
 from ..runtime.store import PolicyVersion, Store, StoreError
 from .buffer import Buffer
 from .canary import Quarantined, attest
+from .delay import Delay
 from .engines import Engine, Request, Sample, Sampling, load_engine
 from .prefetch import Prefetch
 from .prompts import PromptSource
@@ -40,6 +41,7 @@ class RolloutWorker(Actor):
     max_staleness: how many versions behind the newest a group may be trained: so many more may be in use at once. With
     0 it asks for prompts once it has none, for no more are lent before all of a version are trained.
     inflight_swap: whether completions go on under a new version, or finish under the one they began with.
+    delay: how much longer each group takes than the engine does.
 
     A new version is fetched from a bucket in the background, and loaded between two tokens. After each swap the
     worker proves that its engine computes what the trainer published, before it begins anything: see `canary`.
@@ -64,6 +66,7 @@ class RolloutWorker(Actor):
         lora_rank: int = 16,
         max_staleness: int = 0,
         inflight_swap: bool = False,
+        delay: Delay = Delay(),  # noqa: B008  it is frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.sampling = model, sampling
@@ -73,7 +76,7 @@ class RolloutWorker(Actor):
         self.group_size, self.lease, self.seed = group_size, lease, seed
         self.prompts, self.reward = prompts.within(PATIENCE_S), reward.within(PATIENCE_S)
         self.sink = None if sink is None else sink.within(PATIENCE_S)
-        self.weights, self.clock = weights, clock
+        self.weights, self.delay, self.clock = weights, delay, clock
 
     def on_start(self) -> None:
         self.engine = self._load_engine()
@@ -92,6 +95,7 @@ class RolloutWorker(Actor):
         self._hold_at = math.inf
         self._queue: list[_Open] = []  # for a version that is not loaded yet
         self._sampling: dict[int, _Open] = {}  # by request
+        self._delayed: list[_Open] = []  # sampled, but not due
         self._scoring: list[_Open] = []
         self._putting: list[_Open] = []
         self._delivered: dict[int, int] = {}  # that the prompt source has not heard of: the lease of each
@@ -133,16 +137,23 @@ class RolloutWorker(Actor):
         self._take_lease()
         self._begin_queue()
         self._sample()
+        self._score()
         self._lease_more()
         self._hold()
         if self.engine.running or self._queue:
             return 0.0
-        self.waits.begin("put_wait_s" if self._scoring or self._putting else "lease_wait_s")
+        if self._delayed:
+            self.waits.begin("sample_s")
+        else:
+            self.waits.begin("put_wait_s" if self._scoring or self._putting else "lease_wait_s")
         return self._pause_s()
 
     def _pause_s(self) -> float | None:
-        """Until there is something to say; an answer may come sooner."""
-        return None if self._hold_at == math.inf else max(0.0, self._hold_at - self.clock())
+        """Until there is something to say, or a group is due; an answer may come sooner."""
+        pauses_s = [one.due - self.context.now() for one in self._delayed]
+        if self._hold_at < math.inf:
+            pauses_s.append(self._hold_at - self.clock())
+        return max(0.0, min(pauses_s)) if pauses_s else None
 
     @idempotent
     def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
@@ -152,15 +163,18 @@ class RolloutWorker(Actor):
         completion's draws depend on its prompt alone.
         """
         if self._given[:2] != (step, version):
-            self._queue, self._sampling, self._scoring = [], {}, []  # of a share that failed half-way
-            self._shared = []
+            self._queue, self._sampling = [], {}  # of a share that failed half-way
+            self._delayed, self._scoring, self._shared = [], [], []
             self._receive(self._ask(self.lease, wait=False).result())
             if self._queue and self._lease.version > self.version:
                 self._swap_at_once(self._lease.version)
             self._begin_queue()
-            while self._sampling:
+            while self._sampling or self._delayed:
                 self._sample()
+                self._score()
                 self._hold()
+                if self._delayed and not self._sampling:
+                    self.context.sleep(self._pause_s() or 0.0)
             self._shared, self._scoring = sorted(self._scoring, key=lambda one: one.prompt.id), []
             self._given = step, version, [self._group(one) for one in self._shared]
         return Batch(groups=self._given[2], dropped={}, depth=0)
@@ -249,7 +263,7 @@ class RolloutWorker(Actor):
     def _lease_more(self) -> None:
         if self._asked is not None:
             return
-        seats = self.lease * self.group_size - len(self._sampling)
+        seats = (self.lease - len(self._delayed)) * self.group_size - len(self._sampling)
         # One that hands over slower than it samples has enough.
         most = 2 * self.lease - len(self._scoring) - len(self._putting)
         room = min(seats // self.group_size - len(self._queue), most)
@@ -260,7 +274,8 @@ class RolloutWorker(Actor):
         if self._asked is not None and self._asked.done:
             lease, self._asked = self._asked.result(), None
             if lease.finished:
-                self._queue, self._sampling, self._scoring, self._putting = [], {}, [], []  # nobody wants it
+                self._queue, self._sampling, self._delayed = [], {}, []  # nobody wants it
+                self._scoring, self._putting = [], []
                 raise Finished
             self._receive(lease)
 
@@ -280,8 +295,8 @@ class RolloutWorker(Actor):
 
     def _held(self) -> dict[int, int]:
         """The prompts it works on, and the lease that each came with."""
-        held = [*self._queue, *self._sampling.values(), *self._scoring, *self._putting, *self._shared]
-        return {one.prompt.id: one.lease.number for one in held}
+        begun = [*self._sampling.values(), *self._delayed, *self._scoring, *self._putting, *self._shared]
+        return {one.prompt.id: one.lease.number for one in [*self._queue, *begun]}
 
     def _hold(self) -> None:
         """Say in time what it holds, has delivered, or, by leaving it out, was refused."""
@@ -310,9 +325,11 @@ class RolloutWorker(Actor):
             one.version = self.version
             one.requests.append(id)
             self._sampling[id] = one
+        for one in ready:
+            one.due = self.context.now() + self.delay.seconds(self.seed, one.prompt.id, self.worker)
 
     def _sample(self) -> None:
-        """One token; groups that are whole go to the reward."""
+        """One token for everybody."""
         if not self.engine.running:
             return
         began = time.monotonic()
@@ -324,9 +341,15 @@ class RolloutWorker(Actor):
                 continue  # of a share that failed
             one.samples[sampled.id] = sampled.sample
             if len(one.samples) == self.group_size:
-                texts = [one.samples[id].text for id in one.requests]
-                one.rewards = self.reward.ask_soon(Reward.score, one.prompt, texts)
-                self._scoring.append(one)
+                self._delayed.append(one)
+
+    def _score(self) -> None:
+        """Groups that are whole, and due, go to the reward."""
+        for one in [one for one in self._delayed if one.due <= self.context.now()]:
+            texts = [one.samples[id].text for id in one.requests]
+            one.rewards = self.reward.ask_soon(Reward.score, one.prompt, texts)
+            self._delayed.remove(one)
+            self._scoring.append(one)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:
         scored = [one for one in self._scoring if one.rewards is not None and one.rewards.done]
@@ -383,6 +406,7 @@ class _Open:
     lease: Lease
     prompt_ids: list[int]
     version: int = -1  # under which it was begun
+    due: float = 0.0  # not whole before, on the actor's clock
     requests: list[int] = field(default_factory=list)
     samples: dict[int, Sample] = field(default_factory=dict)
     rewards: Answer[list[float]] | None = None

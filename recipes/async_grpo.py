@@ -12,6 +12,7 @@ from math import ceil
 
 from ..actors import outcome
 from ..actors.buffer import Buffer
+from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.lora import Lora
@@ -46,6 +47,9 @@ class Config:
     lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
+    rollout_delay: str = (
+        "none"  # how long each group takes at least: fixed(0.2), lognormal(0.5,1.0): see Delay
+    )
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
     engine_python: str = ""  # the interpreter they run in; by default this one
     max_staleness: NotNegative = 2
@@ -76,6 +80,7 @@ def build(config: Config) -> Graph:
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
         max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
+        delay=Delay.parse(config.rollout_delay),
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from ..actors import outcome
+from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.lora import Lora
@@ -45,6 +46,9 @@ class Config:
     lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
+    rollout_delay: str = (
+        "none"  # how long each group takes at least: fixed(0.2), lognormal(0.5,1.0): see Delay
+    )
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
     engine_python: str = ""  # the interpreter they run in; by default this one
     loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss
@@ -68,6 +72,7 @@ def build(config: Config) -> Graph:
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
+        delay=Delay.parse(config.rollout_delay),
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
