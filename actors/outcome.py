@@ -14,8 +14,9 @@ import msgspec
 from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
+from . import compare
 
-__all__ = ["describe", "progress", "report", "sample", "side_by_side"]
+__all__ = ["compare", "describe", "progress", "report", "sample", "side_by_side"]
 
 SAMPLES = 4
 

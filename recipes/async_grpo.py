@@ -47,9 +47,7 @@ class Config:
     lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
-    rollout_delay: str = (
-        "none"  # how long each group takes at least: fixed(0.2), lognormal(0.5,1.0): see Delay
-    )
+    rollout_delay: str = "none"  # or fixed(SECONDS), lognormal(MEDIAN,SIGMA): see Delay
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
     engine_python: str = ""  # the interpreter they run in; by default this one
     max_staleness: NotNegative = 2

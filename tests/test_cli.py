@@ -21,6 +21,7 @@ FLAGS = {
     "run": ["--json", "--proxy", "--resume", "--runs", "--set", "--tls-cert", "--tls-key"],
     "show": ["--set"],
     "diff": [],
+    "compare": ["--budget", "--json", "--price", "--runs", "--seeds", "--set", "--target"],
     "ps": ["--json", "--runs"],
     "logs": ["--follow", "--runs"],
     "restart": ["--runs"],
