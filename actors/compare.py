@@ -17,10 +17,12 @@ __all__ = ["CONDITIONS", "DEFAULTS", "MUST_MATCH", "budget", "complete", "report
 # Five workers have 20 seats for the 16 groups of a step. They mostly wait, so that two cores are enough for all. The
 # slowest of 16 groups takes about four times the median, which a step that waits for all of them takes, too; in a
 # thousand one or two take more than ten times the median, and 8 versions are what they are given.
-DEFAULTS = {"rollout_workers": "5", "max_staleness": "8", "eval_every": "4", "eval_problems": "128"}
+DEFAULTS = {
+    "steps": "80", "lr": "5e-4", "rollout_workers": "5", "eval_every": "8", "eval_problems": "128",
+}  # fmt: skip
 CONDITIONS = {
     "even": {"rollout_delay": "none"},
-    "stragglers": {"rollout_delay": "lognormal(0.18,0.8)"},
+    "stragglers": {"rollout_delay": "lognormal(0.18,0.8)", "max_staleness": "8"},
 }
 # Whoever differs in one of these has done other work, or was judged otherwise.
 MUST_MATCH = (
@@ -48,7 +50,10 @@ def complete(ran: Ran) -> str:
     """Why the run of this folder is not whole; empty if it is."""
     measures = Measures.of(ran.folder)
     if len(measures.steps) < measures.planned_steps < NO_END:
-        return f"made {len(measures.steps)} of {measures.planned_steps} steps"
+        story = ran.folder.info.story
+        return f"made {len(measures.steps)} of {measures.planned_steps} steps" + (
+            f": {story}" if story else ""
+        )
     return "" if measures.evaluations else "was never evaluated"
 
 

@@ -172,6 +172,7 @@ def _run(options: argparse.Namespace) -> int:
     with console:
         outcome = _supervise(graph, run, name, console)
     if outcome.exit_code:
+        run.write_info(replace(run.info, story=outcome.story))
         say(f"rolecall: {outcome.story}", sys.stderr)
         say(f"rolecall: the run's folder is {run.path}", sys.stderr)
         return outcome.exit_code

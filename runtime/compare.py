@@ -203,8 +203,8 @@ def _plan(options: argparse.Namespace) -> tuple[Comparer, list[_Planned]]:
     _check_settings(options, recipes)
     conditions = comparer.CONDITIONS
     set_by_user = {setting.partition("=")[0] for setting in options.set}
-    if any(key in set_by_user for own in conditions.values() for key in own):
-        conditions = {GIVEN: {}}
+    if set.intersection(set_by_user, *conditions.values()):
+        conditions = {GIVEN: {}}  # what sets them apart is the user's own now
     planned = [
         _planned(options, comparer, name, recipe, condition, own, seed)
         for seed in range(options.seeds)
@@ -320,7 +320,7 @@ def _run(comparer: Comparer, plan: _Planned, folder: Path, limit_s: float | None
     if not left:
         return dataclasses.replace(ran, failure=f"left nothing (exit code {code})")
     if code and in_time:
-        return dataclasses.replace(ran, failure=_last_words(ran.folder, code))
+        return dataclasses.replace(ran, failure=ran.folder.info.story or f"exit code {code}")
     return dataclasses.replace(ran, failure=comparer.complete(ran))
 
 
@@ -343,8 +343,3 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float | None) -> tuple[int, b
             child.send_signal(signal.SIGINT)  # twice: at once
             child.wait()
         raise
-
-
-def _last_words(run: RunFolder, code: int) -> str:
-    deaths = [event for event in run.lines("events.jsonl") if event["event"] == "death"]
-    return f"exit code {code}" + (f", {deaths[-1]['actor']} died: {deaths[-1]['reason']}" if deaths else "")

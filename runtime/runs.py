@@ -39,7 +39,8 @@ ANSWER_TIMEOUT_S = 3.0
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. started: when the command's process did, in seconds since 1970; sockets: the supervisor's folder."""
+    """run.json. started: when the command's process did, in seconds since 1970; sockets: the supervisor's folder;
+    story: why it ended, if it did and not by finishing."""
 
     id: str
     recipe: str
@@ -47,6 +48,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     pid: int
     sockets: str = ""
+    story: str = ""
 
 
 class RunFolder:
@@ -173,7 +175,7 @@ def resume_run(run: RunFolder, recipe: str, config: dict[str, Any]) -> None:
     Raises Unrecoverable (exit code 2) if neither the folder nor the store that `config` names has anything of it.
     """
     if (run.path / "run.json").exists():
-        run.write_info(replace(run.info, config=config, pid=os.getpid(), sockets=""))
+        run.write_info(replace(run.info, config=config, pid=os.getpid(), sockets="", story=""))
         return
     id, store = run.path.name, Store(config.get("store", "file://"))
     if store.url == "file://" or store.open(id, run.path).head() is None:
