@@ -72,6 +72,8 @@ def compare(options: argparse.Namespace) -> int:
         raise Unrecoverable("compare recipes or runs, not one with the other", exit_code=2)
     if len(found) < 2:
         raise Unrecoverable("one alone can't be compared: name two recipes, or two runs", exit_code=2)
+    if given and (options.set or options.budget):
+        raise Unrecoverable("--set and --budget are for recipes: these runs have ended", exit_code=2)
     if given:
         comparer, runs = _given(given)
         report = _Comparison(options, comparer, _new_folder(options.runs))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rolecall.actors.compare import budget
 from rolecall.actors.measures import Measures, band, reached_s, running_mean
 from rolecall.recipes import async_grpo, sync_grpo
 from rolecall.runtime.charts import Chart, Line, Report, Table, page, text_table
@@ -157,6 +158,12 @@ def test_who_never_gets_there_has_no_ratio(tmp_path: Path, capsys: pytest.Captur
     assert "–" in capsys.readouterr().out
 
 
+def test_budgets_become_settings():
+    assert budget("steps", 1e7, {}) == {"steps": "10000000"}
+    assert budget("groups", 641.0, {"batch": 16}) == {"steps": "41"}
+    assert int(budget("minutes", 0.5, {})["steps"]) > 10**5
+
+
 def test_a_price_is_for_an_hour(tmp_path: Path):
     names = [past_run(tmp_path, "sync_grpo"), past_run(tmp_path, "async_grpo")]
     values = compared(tmp_path, *names, "--price", "7.2")
@@ -267,6 +274,7 @@ def test_a_table_in_a_terminal():
         (["sync_grpo"], "one alone can't be compared: name two recipes, or two runs"),
         (["sync_grpo", "sync_grpo"], "name each recipe once"),
         (["sync_grpo", "asink"], "there is no recipe 'asink'"),
+        (["old", "old", "--set", "steps=3"], "--set and --budget are for recipes: these runs have ended"),
         (["sync_grpo", "old"], "compare recipes or runs, not one with the other"),
         (["sync_grpo", "async_grpo", "--seeds", "0"], "--seeds 0: at least one is needed"),
         (["sync_grpo", "async_grpo", "--set", "stepz=3"], "sync_grpo has no setting 'stepz'; did you mean 'steps'?"),
