@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rolecall import Unrecoverable
@@ -84,7 +85,8 @@ def slow(peers: Peers, delay: Delay, *, sink: bool = True) -> FakeRollout:
 
 
 def test_a_group_is_whole_when_it_is_due_and_keeps_its_seat_until_then(peers: Peers):
-    worker = slow(peers, Delay(2.0))
+    worker, reports = slow(peers, Delay(2.0)), list[dict[str, Any]]()
+    worker.context = dataclasses.replace(worker.context, report=reports.append)
     work(worker)
     assert peers.delivered() == []
     assert len(peers.prompts.ledger.loans) == BATCH  # and no more: all seats are taken
@@ -94,6 +96,8 @@ def test_a_group_is_whole_when_it_is_due_and_keeps_its_seat_until_then(peers: Pe
     peers.now = 2.0
     work(worker)
     assert [group.id for group in peers.delivered()] == list(range(BATCH))
+    # To whoever looks at the worker's time, it sampled.
+    assert (reports[0]["lease_wait_s"], reports[0]["put_wait_s"]) == (0.0, 0.0)
 
 
 def test_a_slow_group_holds_up_no_other(peers: Peers):
