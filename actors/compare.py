@@ -52,10 +52,8 @@ def complete(ran: Ran) -> str:
     """Why the run of this folder is not whole; empty if it is."""
     measures = Measures.of(ran.folder)
     if len(measures.steps) < measures.planned_steps < NO_END:
-        story = ran.folder.info.story
-        return f"made {len(measures.steps)} of {measures.planned_steps} steps" + (
-            f": {story}" if story else ""
-        )
+        made = f"made {len(measures.steps)} of {measures.planned_steps} steps"
+        return ": ".join(filter(None, [made, ran.folder.info.story]))
     return "" if measures.evaluations else "was never evaluated"
 
 
@@ -65,62 +63,59 @@ def report(sides: Sequence[Side], *, target: float | None, price: Price) -> Repo
     target: held-out accuracy that wall clocks are compared at; None: `MARGIN` below the lowest median of the recipes.
     """
     measured = {side: [Measures.of(ran.folder) for ran in side.whole] for side in sides}
-    finals = {side: [m.final for m in all_of if m.final is not None] for side, all_of in measured.items()}
-    chosen = target
-    if chosen is None:
-        chosen = (
-            min((statistics.median(values) for values in finals.values() if values), default=0.0) - MARGIN
-        )
-    conditions = list(dict.fromkeys(side.condition for side in sides))
-    by_condition = {
-        condition: _compared({s.label: (s, measured[s]) for s in sides if s.condition == condition}, chosen)
-        for condition in conditions
+    chosen, why = (target, "given") if target is not None else _lowest(measured)
+    parts = {
+        condition: {side: measured[side] for side in sides if side.condition == condition}
+        for condition in dict.fromkeys(side.condition for side in sides)
     }
-    main = by_condition[conditions[-1]]
+    numbers = {condition: _compared(part, chosen) for condition, part in parts.items()}
+    last = next(reversed(parts), "")
     values: dict[str, object] = {
         "target": round(chosen, 4),
-        "target_is": "given"
-        if target is not None
-        else f"{MARGIN} below the lowest median of final accuracies",
-        "condition": conditions[-1],
-        "accuracy": main["accuracy"],
-        "trainer_wait_share": main["trainer_wait_share"],
-        "wall_ratio": {condition: by_condition[condition]["wall_ratio"] for condition in conditions},
-        "conditions": by_condition,
+        "target_is": why,
+        "condition": last,
+        "accuracy": numbers[last]["accuracy"] if last else {},
+        "trainer_wait_share": numbers[last]["trainer_wait_share"] if last else {},
+        "wall_ratio": {condition: own["wall_ratio"] for condition, own in numbers.items()},
+        "conditions": numbers,
     }
     return Report(
         values=values,
-        tables=[_table(condition, by_condition[condition], chosen, price) for condition in conditions],
-        charts=[
-            chart
-            for condition in conditions
-            for chart in _charts(condition, {s: measured[s] for s in sides if s.condition == condition}, chosen, price)
-        ],
+        tables=[_table(condition, own, chosen, price) for condition, own in numbers.items()],
+        charts=[chart for condition, part in parts.items() for chart in _charts(condition, part, chosen, price)],
         notes=[
             "Means, and bands from the lowest to the highest of the seeds. Wall clock counts from the start of each "
             "run's command; an evaluation from when its version was trained, and between two evaluations accuracy is "
-            f"taken to grow evenly. The target is {values['target_is']}: {chosen:.3f}. Reward is a running mean of 5 "
-            "steps. Waiting is without a run's first step, which waits for everybody's start.",
+            f"taken to grow evenly. The target is {why}: {chosen:.3f}. Reward is a running mean of 5 steps. Waiting is "
+            "without a run's first step, which waits for everybody's start.",
         ],
     )  # fmt: skip
 
 
-def _compared(of: Mapping[str, tuple[Side, list[Measures]]], target: float) -> dict[str, Any]:
+def _lowest(measured: Mapping[Side, Sequence[Measures]]) -> tuple[float, str]:
+    """A target that most runs of every recipe come to, and how it was found."""
+    finals = [[m.final for m in all_of if m.final is not None] for all_of in measured.values()]
+    lowest = min((statistics.median(values) for values in finals if values), default=0.0)
+    return max(0.0, lowest - MARGIN), f"{MARGIN} below the lowest median of final accuracies"
+
+
+def _compared(part: Mapping[Side, Sequence[Measures]], target: float) -> dict[str, Any]:
     """One condition's numbers, by recipe."""
+    of = {side.label: all_of for side, all_of in part.items()}
 
     def each(value: Callable[[Measures], Any]) -> dict[str, list[Any]]:
-        return {label: [_rounded(value(m)) for m in all_of] for label, (_, all_of) in of.items()}
+        return {label: [_rounded(value(m)) for m in all_of] for label, all_of in of.items()}
 
     def mean(value: Callable[[Measures], float | None]) -> dict[str, float | None]:
-        return {label: _mean([value(m) for m in all_of]) for label, (_, all_of) in of.items()}
+        return {label: _mean([value(m) for m in all_of]) for label, all_of in of.items()}
 
     to_target = each(lambda m: reached_s(m, target))
     after_start = each(lambda m: _less(reached_s(m, target), m.steps[0][0] if m.steps else None))
     labels, ratios = list(of), _ratios(to_target)
     return {
-        "seeds": {label: [ran.seed for ran in side.whole] for label, (side, _) in of.items()},
+        "seeds": {side.label: [ran.seed for ran in side.whole] for side in part},
         "accuracy": each(lambda m: m.final),
-        "accuracy_gap": {label: _gap(of[labels[0]][1], of[label][1]) for label in labels[1:]},
+        "accuracy_gap": {label: _gap(of[labels[0]], of[label]) for label in labels[1:]},
         "wall_s_to_target": to_target,
         "wall_ratio": ratios[labels[1]] if len(labels) > 1 else None,
         "wall_ratios": ratios,
@@ -131,11 +126,11 @@ def _compared(of: Mapping[str, tuple[Side, list[Measures]]], target: float) -> d
         "rollout_wait_share": mean(lambda m: m.rollout_wait_share),
         "staleness_mean": mean(lambda m: _mean(m.staleness)),
         "staleness_max": {
-            label: max((m.staleness_max for m in all_of), default=0) for label, (_, all_of) in of.items()
+            label: max((m.staleness_max for m in all_of), default=0) for label, all_of in of.items()
         },
         "groups_per_s": mean(lambda m: m.groups_per_s),
-        "groups_dropped": {label: sum(m.dropped for m in all_of) for label, (_, all_of) in of.items()},
-        "restarts": {label: sum(m.restarts for m in all_of) for label, (_, all_of) in of.items()},
+        "groups_dropped": {label: sum(m.dropped for m in all_of) for label, all_of in of.items()},
+        "restarts": {label: sum(m.restarts for m in all_of) for label, all_of in of.items()},
     }  # fmt: skip
 
 
@@ -192,11 +187,10 @@ def _table(condition: str, numbers: Mapping[str, Any], target: float, price: Pri
     for label, accuracies in numbers["accuracy"].items():
         reached = _median_reached(numbers["wall_s_to_target"][label])
         ratio = 1.0 if not rows else numbers["wall_ratios"][label]
-        spread = f"{min(accuracies):.2f}–{max(accuracies):.2f}" if accuracies else ""
         rows.append(
             [
                 label,
-                f"{statistics.fmean(accuracies):.2f} ({spread})" if accuracies else "–",
+                _mean_and_band(accuracies),
                 _shown(reached, ".1f"),
                 _shown(ratio, ".2f"),
                 _shown(None if reached is None else reached * price.per_s, ".4g"),
@@ -208,6 +202,13 @@ def _table(condition: str, numbers: Mapping[str, Any], target: float, price: Pri
             ]
         )
     return Table(condition, columns, rows)
+
+
+def _mean_and_band(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread}"
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -11,12 +11,12 @@ from msgspec import Struct, field
 __all__ = ["Chart", "Line", "Report", "Table", "page", "text_table"]
 
 WIDTH, HEIGHT = 440, 250
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 38
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 38
 COLORS = ("#1f6fb4", "#d1691a", "#2c8a4b", "#8a4fb0", "#b03a48", "#6b6b6b")
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 66em; padding: 0 1em; }
 table { border-collapse: collapse; margin: 0.6em 0 1.4em; font-variant-numeric: tabular-nums; }
-td, th { padding: 0.2em 0.8em; border-bottom: 1px solid #ddd; text-align: right; }
+td, th { padding: 0.2em 0.8em; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 td:first-child, th:first-child { text-align: left; }
 .charts { display: flex; flex-wrap: wrap; gap: 1em; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg { font-size: 11px; }

@@ -15,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -142,7 +143,8 @@ class _Comparison:
         if self.options.json:
             say(json.encode(report.values).decode(), sys.stdout)
             return
-        texts = [*map(text_table, report.tables), *report.flags, *report.notes]
+        told = [textwrap.fill(text, 100) for text in [*report.flags, *report.notes]]
+        texts = [*map(text_table, report.tables), *told]
         say("\n\n".join([*texts, f"the report: {self.folder / 'compare.html'}"]), sys.stdout)
 
 

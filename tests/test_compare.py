@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rolecall.actors.compare import budget
+from rolecall.actors.compare import budget, report
 from rolecall.actors.measures import Measures, band, reached_s, running_mean
 from rolecall.recipes import async_grpo, sync_grpo
 from rolecall.runtime.charts import Chart, Line, Report, Table, page, text_table
 from rolecall.runtime.cli import main
 from rolecall.runtime.runs import RunFolder, RunInfo
+from rolecall.runtime.sides import Price
 
 from .commands import Command, until
 from .test_cli import refused
@@ -208,6 +209,18 @@ def test_a_run_that_is_not_whole_is_said_and_not_counted(tmp_path: Path, capsys:
     assert values["failures"] == {"sync_grpo, as given, seed 1": "made 6 of 10 steps"}
     assert values["accuracy"]["sync_grpo"] == [0.9]
     assert "made 6 of 10 steps; it is in none of the numbers" in capsys.readouterr().out
+
+
+def test_before_the_first_run_has_ended_there_is_a_report():
+    made = report([], target=None, price=Price("$", 1.0))
+    assert made.values["wall_ratio"] == {} and made.tables == [] and page("t", made)
+
+
+def test_whoever_failed_alone_has_no_numbers_and_no_others_suffer(tmp_path: Path):
+    names = [past_run(tmp_path, "sync_grpo", made=2), past_run(tmp_path, "async_grpo")]
+    values = compared(tmp_path, *names, code=1)
+    assert values["accuracy"] == {"sync_grpo": [], "async_grpo": [0.9]}
+    assert values["wall_ratio"] == {"as given": None}
 
 
 def test_json_is_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
