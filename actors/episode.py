@@ -110,7 +110,8 @@ class Episode:
 class OpenGroup:
     """A group under way, from the lease of its prompt until the buffer has it.
 
-    openings: of all the lease's prompts; place: of this one among them.
+    openings: of all the lease's prompts; place: of this one among them. due: it is not whole before, on the
+    actor's clock.
     """
 
     prompt: Prompt
@@ -120,6 +121,7 @@ class OpenGroup:
     prompt_ids: list[int] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
     put: Answer[str] | None = None
+    due: float = 0.0
 
     def group(self, digests: Mapping[int, str], worker: str) -> Group:
         """Itself, once all its completions are done. digests: of the versions that sampled it, and of others."""

@@ -14,12 +14,13 @@ import msgspec
 from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
+from . import compare
 from .types import Prompt
 
 if TYPE_CHECKING:
     from .episode import Judge
 
-__all__ = ["describe", "progress", "report", "sample", "side_by_side"]
+__all__ = ["compare", "describe", "progress", "report", "sample", "side_by_side"]
 
 SAMPLES = 4
 

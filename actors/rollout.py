@@ -20,6 +20,7 @@ from ..runtime import Actor, Answer, Finished, Ref, idempotent
 from ..runtime.store import PolicyVersion, Store, StoreError
 from .buffer import Buffer
 from .canary import Quarantined, attest
+from .delay import Delay
 from .engines import Engine, Sampling, load_engine
 from .episode import Episode, Judge, OpenGroup, begin_turns
 from .prefetch import Prefetch
@@ -41,6 +42,7 @@ class RolloutWorker(Actor):
     engine: what samples, as `load_engine` takes it. lora_rank: the largest rank of the run's adapters.
     max_staleness: how many versions behind the newest a group may be trained: so many more may be in use at once. With
     0 it asks for prompts once it has none, for no more are lent before all of a version are trained.
+    delay: how much longer each group takes than the engine does.
     inflight_swap: whether completions go on under a new version, or finish under the one they began with.
 
     A new version is fetched from a bucket in the background, and loaded between two tokens. After each swap the
@@ -66,6 +68,7 @@ class RolloutWorker(Actor):
         lora_rank: int = 16,
         max_staleness: int = 0,
         inflight_swap: bool = False,
+        delay: Delay = Delay(),  # noqa: B008  it is frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.sampling = model, sampling
@@ -75,7 +78,7 @@ class RolloutWorker(Actor):
         self.group_size, self.lease, self.seed = group_size, lease, seed
         self.prompts, self.reward = prompts.within(PATIENCE_S), reward.within(PATIENCE_S)
         self.sink = None if sink is None else sink.within(PATIENCE_S)
-        self.weights, self.clock = weights, clock
+        self.weights, self.delay, self.clock = weights, delay, clock
 
     def on_start(self) -> None:
         self.engine = self._load_engine()
@@ -145,12 +148,22 @@ class RolloutWorker(Actor):
         self._hold()
         if self.engine.running or any(one.openings.done for one in self._queue):
             return 0.0
-        self.waits.begin("put_wait_s" if self._judging or self._putting else "lease_wait_s")
+        if self._late():
+            self.waits.begin("sample_s")
+        else:
+            self.waits.begin("put_wait_s" if self._judging or self._putting else "lease_wait_s")
         return self._pause_s()
 
     def _pause_s(self) -> float | None:
-        """Until there is something to say; an answer may come sooner."""
-        return None if self._hold_at == math.inf else max(0.0, self._hold_at - self.clock())
+        """Until there is something to say, or a group is due; an answer may come sooner."""
+        pauses_s = [one.due - self.context.now() for one in self._whole]
+        if self._hold_at < math.inf:
+            pauses_s.append(self._hold_at - self.clock())
+        return max(0.0, min(pauses_s)) if pauses_s else None
+
+    def _late(self) -> list[OpenGroup]:
+        """Groups that are done, but not due."""
+        return [one for one in self._whole if one.due > self.context.now()]
 
     @idempotent
     def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
@@ -165,9 +178,9 @@ class RolloutWorker(Actor):
             self._receive(self._ask(self.lease, wait=False).result())
             if self._queue and self._lease.version > self.version:
                 self._swap_at_once(self._lease.version)
-            while self._queue or self._sampling or self._judging:
+            while self._queue or self._sampling or self._judging or self._late():
                 if not self.engine.running:
-                    (self._queue[0].openings if self._queue else self._judging[0].answer).result()
+                    self._wait_for_others()
                 self._begin_queue()
                 self._take_answers()
                 self._sample()
@@ -175,6 +188,14 @@ class RolloutWorker(Actor):
             self._shared, self._whole = sorted(self._whole, key=lambda one: one.prompt.id), []
             self._given = step, version, [one.group(self._digests, self.worker) for one in self._shared]
         return Batch(groups=self._given[2], dropped={}, depth=0)
+
+    def _wait_for_others(self) -> None:
+        if self._queue:
+            self._queue[0].openings.result()
+        elif self._judging:
+            self._judging[0].answer.result()
+        else:
+            self.context.sleep(self._pause_s() or 0.0)
 
     @idempotent
     def snapshot(self) -> bytes:
@@ -262,7 +283,7 @@ class RolloutWorker(Actor):
         if self._asked is not None:
             return
         between = sum(len(judged.episodes) for judged in self._judging) if self._turns_go_on else 0
-        seats = self.lease * self.group_size - len(self._sampling) - between
+        seats = (self.lease - len(self._late())) * self.group_size - len(self._sampling) - between
         # One that hands over slower than it samples has enough.
         most = 2 * self.lease - len({judged.one for judged in self._judging}) - len(self._putting)
         room = min(seats // self.group_size - len(self._queue), most)
@@ -321,6 +342,7 @@ class RolloutWorker(Actor):
         for one in ready:
             one.prompt_ids = self.engine.encode(one.prompt.text + one.openings.result()[one.place])
             seeds = [self._seed_of(one.prompt, sibling) for sibling in range(self.group_size)]
+            one.due = self.context.now() + self.delay.seconds(self.seed, one.prompt.id, self.worker)
             one.episodes = [Episode(one.prompt, one.prompt_ids, seed, self.sampling) for seed in seeds]
         self._begin_turns({episode: one for one in ready for episode in one.episodes})
 
@@ -365,11 +387,13 @@ class RolloutWorker(Actor):
         self._begin_turns(going_on)
 
     def _hand_over(self, sink: Ref[Buffer]) -> None:
-        groups = [one.group(self._digests, self.worker) for one in self._whole]
-        for one, group in zip(self._whole, groups, strict=True):
+        late = self._late()
+        due = [one for one in self._whole if one not in late]
+        groups = [one.group(self._digests, self.worker) for one in due]
+        for one, group in zip(due, groups, strict=True):
             one.put = sink.ask_soon(Buffer.put, group)
-        self._putting += self._whole
-        self._whole = []
+        self._putting += due
+        self._whole = late
         if groups:
             tokens = sum(completion.sampled for group in groups for completion in group.completions)
             newest = max(group.version for group in groups)

@@ -29,6 +29,7 @@ class Settings:
     lora: Lora = field(default_factory=Lora)  # set as lora.rank=…: see Lora
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
+    rollout_delay: str = "none"  # or fixed(SECONDS), lognormal(MEDIAN,SIGMA): see Delay
     engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
     engine_python: str = ""  # the interpreter they run in; by default this one
     loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss

@@ -12,6 +12,7 @@ from math import ceil
 
 from ..actors import outcome
 from ..actors.buffer import Buffer
+from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.prompts import PromptSource
@@ -57,6 +58,7 @@ def build(config: Config) -> Graph:
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
         max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
+        delay=Delay.parse(config.rollout_delay),
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,

@@ -16,6 +16,7 @@ from math import ceil
 
 from ..actors import outcome
 from ..actors.buffer import Buffer
+from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.prompts import PromptSource
@@ -60,6 +61,7 @@ def build(config: Config) -> Graph:
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
+        delay=Delay.parse(config.rollout_delay),
         max_staleness=BEHIND, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(

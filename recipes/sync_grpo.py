@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..actors import outcome
+from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.prompts import PromptSource
@@ -48,6 +49,7 @@ def build(config: Config) -> Graph:
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
+        delay=Delay.parse(config.rollout_delay),
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,

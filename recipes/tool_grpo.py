@@ -12,6 +12,7 @@ from math import ceil
 
 from ..actors import outcome
 from ..actors.buffer import Buffer
+from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.environment import EnvironmentHost
 from ..actors.evaluator import Evaluator
@@ -60,6 +61,7 @@ def build(config: Config) -> Graph:
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
         lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=environment, weights=weights,
+        delay=Delay.parse(config.rollout_delay),
         max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
     )  # fmt: skip
     trainer = graph.add(

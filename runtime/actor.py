@@ -19,6 +19,7 @@ class Counter(Actor):
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ class Context:
     report:      sends values to whoever watches the run (see `Actor.report`).
     sockets:     where the processes of this machine meet.
     sender:      see `Actor.sender`.
+    now, sleep:  a clock, in seconds, and waiting by it in the middle of a handler; in a LocalRun both are virtual. A
+                 sleep ends with ActorStopped when the actor is to stop. Meanwhile no message is handled: an actor
+                 that can go on returns from `step` how long it waits.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Context:
     report: Callable[[dict[str, Any]], None]
     sockets: Path = Path()
     sender: Callable[[], str] = lambda: ""
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join|token|launch`."""
+"""The command line: `rolecall run|show|diff|compare|ps|logs|restart|stop|sample|join|token|launch`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import json
 from msgspec.structs import replace
 
+from .compare import add_compare_flags, compare
 from .console import Console, actors_table, say, terminal_width
 from .errors import RolecallError, Unrecoverable
 from .graph import Graph
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     diff = command("diff", _diff, "what two recipes do differently")
     diff.add_argument("a", help="a recipe")
     diff.add_argument("b", help="another")
+    add_compare_flags(command("compare", compare, "run recipes side by side, or set runs side by side"))
     ps = with_run(command("ps", _ps, "list the actors of a live run"), nargs="?")
     ps.add_argument("--json", action="store_true", help="print it as one JSON object")
     logs = command("logs", _logs, "print what a role has written to its log")
@@ -173,6 +175,7 @@ def _run(options: argparse.Namespace) -> int:
     with console:
         outcome = _supervise(graph, run, name, console)
     if outcome.exit_code:
+        run.write_info(replace(run.info, story=outcome.story))
         say(f"rolecall: {outcome.story}", sys.stderr)
         say(f"rolecall: the run's folder is {run.path}", sys.stderr)
         return outcome.exit_code

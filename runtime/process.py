@@ -152,7 +152,7 @@ class Life:
         self.actor = spec.actor(*spec.args, **spec.kwargs)
         self.actor.context = Context(
             spec.name, spec.incarnation, spec.node, spec.run, spec.folder, self._report, spec.sockets,
-            lambda: self._sender,
+            lambda: self._sender, endpoint.now, self._sleep,
         )  # fmt: skip
 
     def live(self) -> Ending:
@@ -339,6 +339,11 @@ class Life:
     def _bury(self) -> None:
         while self.endpoint.dead_letters:
             self._tell_supervisor(DeadLetter(*self.endpoint.dead_letters.pop()))
+
+    def _sleep(self, seconds: float) -> None:
+        self.endpoint.wait_for_stop(seconds)
+        if self.endpoint.stopping:
+            raise ActorStopped(f"{self.actor.name} is being stopped")
 
     def _report(self, values: dict[str, Any]) -> None:
         self._tell_supervisor(Report(values))

@@ -40,7 +40,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. started: when the command's process did, in seconds since 1970; sockets: the supervisor's folder."""
+    """run.json. started: when the command's process did, in seconds since 1970; sockets: the supervisor's folder;
+    story: why it ended, if it did and not by finishing."""
 
     id: str
     recipe: str
@@ -48,6 +49,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     pid: int
     sockets: str = ""
+    story: str = ""
 
 
 class RunFolder:
@@ -174,7 +176,7 @@ def resume_run(run: RunFolder, recipe: str, config: dict[str, Any]) -> None:
     Raises Unrecoverable (exit code 2) if neither the folder nor the store that `config` names has anything of it.
     """
     if (run.path / "run.json").exists():
-        run.write_info(replace(run.info, config=config, pid=os.getpid(), sockets=""))
+        run.write_info(replace(run.info, config=config, pid=os.getpid(), sockets="", story=""))
         return
     id, store = run.path.name, Store(config.get("store", "file://"))
     if store.url == "file://" or store.open(id, run.path).head() is None:

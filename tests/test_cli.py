@@ -22,6 +22,7 @@ FLAGS = {
     "run": ["--json", "--name", "--proxy", "--resume", "--runs", "--set", "--tls-cert", "--tls-key"],
     "show": ["--set", "--svg"],
     "diff": [],
+    "compare": ["--budget", "--json", "--price", "--runs", "--seeds", "--set", "--target"],
     "ps": ["--json", "--runs"],
     "logs": ["--follow", "--runs"],
     "restart": ["--runs"],

@@ -129,6 +129,21 @@ def test_a_recipe_of_ones_own_is_short():
     assert len([line for line in body.splitlines()[1:] if line.strip()]) <= 20
 
 
+def test_side_by_side(tmp_path: Path):
+    small = ["steps=2", "batch=4", "group_size=4", "eval_problems=8", "eval_every=1", "rollout_workers=1"]
+    settings = [part for setting in small for part in ("--set", setting)]
+    out = _run([*_arguments("rolecall compare sync_grpo"), "--seeds", "1", *settings], tmp_path)
+    assert out.startswith("even\n") and "\nstragglers\n" in out
+    runs = sorted(path.parent.name for path in tmp_path.glob("runs/compare-*/*/run.json"))
+    (made,) = (path.parent for path in tmp_path.glob("runs/compare-*/compare.json"))
+    shown = [argument for argument in _arguments("rolecall compare RUN") if not argument.startswith("RUN")]
+    out = _run([*shown, str(made / runs[-1]), str(made / runs[0])], tmp_path)
+    assert out.startswith("as given\n")
+    slow = [argument.strip("'") for argument in _arguments("rolecall run async_grpo --set 'rollout_delay")]
+    out = _run([*slow, *settings], tmp_path)
+    assert "in 2 steps" in out
+
+
 def test_sync_with_settings(tmp_path: Path):
     assert "in 5 steps" in _run([*_arguments("rolecall run sync_grpo"), *FEW_PROBLEMS], tmp_path)
 
