@@ -156,7 +156,7 @@ class RolloutWorker(Actor):
 
     def _pause_s(self) -> float | None:
         """Until there is something to say, or a group is due; an answer may come sooner."""
-        pauses_s = [one.due - self.context.now() for one in self._whole]
+        pauses_s = [one.due - self.context.now() for one in self._late()]
         if self._hold_at < math.inf:
             pauses_s.append(self._hold_at - self.clock())
         return max(0.0, min(pauses_s)) if pauses_s else None
@@ -282,8 +282,10 @@ class RolloutWorker(Actor):
     def _lease_more(self) -> None:
         if self._asked is not None:
             return
-        between = sum(len(judged.episodes) for judged in self._judging) if self._turns_go_on else 0
-        seats = (self.lease - len(self._late())) * self.group_size - len(self._sampling) - between
+        now = self.context.now()
+        judging = [judged for judged in self._judging if self._turns_go_on or judged.one.due > now]
+        kept = len(self._late()) * self.group_size + sum(len(judged.episodes) for judged in judging)
+        seats = self.lease * self.group_size - len(self._sampling) - kept
         # One that hands over slower than it samples has enough.
         most = 2 * self.lease - len({judged.one for judged in self._judging}) - len(self._putting)
         room = min(seats // self.group_size - len(self._queue), most)
