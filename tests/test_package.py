@@ -58,4 +58,4 @@ def test_the_command_and_the_extras_are_there():
     extras = {
         line.split("extra == ")[1].strip("\"'") for line in requires("rolecall") or [] if "extra ==" in line
     }
-    assert extras == {"vllm", "hub", "envs", "test"}
+    assert extras == {"vllm", "hub", "qlora", "envs", "test"}

@@ -200,7 +200,8 @@ def test_a_file_that_cannot_be_loaded(tmp_path: Path, source: str | None, text: 
 
 def test_a_name_that_is_none(tmp_path: Path):
     with pytest.raises(
-        Unrecoverable, match="there is no reward 'exact_mach': give exact_match, math_verify or"
+        Unrecoverable,
+        match="there is no reward 'exact_mach': give exact_match, math_verify, reasoning_gym or",
     ):
         started(tmp_path, "exact_mach")
 
