@@ -37,7 +37,9 @@ class Strand:
         self.until = float("inf")
         self._body, self._on_death = body, on_death
         self._may_go: Callable[[], bool] = lambda: True
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = threading.Lock(), threading.Lock()  # each is open once it has been released
+        self._go.acquire()
+        self._back.acquire()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def can_go(self, now: float) -> bool:
