@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Trainer(Actor):
         max_tokens: int | None = None,
         publish_every: int = 1,
         checkpoint_every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.loss, self.temperature = model, loss, temperature
         self.lora, self.lr = lora, lr
@@ -80,6 +82,7 @@ class Trainer(Actor):
         self.groups, self.prompts, self.weights = groups, prompts, weights
         self.max_staleness, self.max_tokens = max_staleness, max_tokens
         self.publish_every, self.checkpoint_every = publish_every, checkpoint_every
+        self.clock = clock
 
     def on_start(self) -> None:
         self.store = self.weights.open(self.context.run, self.context.folder)
@@ -102,7 +105,7 @@ class Trainer(Actor):
             self.prompts.ask(PromptSource.advance, self.done, self.version)
         else:
             self._publish(-1 if head is None else head.version)
-        self.began_waiting = time.monotonic()
+        self.began_waiting = self.clock()
         self.publish_s = 0.0  # of the step before: a step's line is written before its version is published
 
     def _restore_ring(self, ring: _Ring) -> None:
@@ -131,16 +134,16 @@ class Trainer(Actor):
         batch = self._take()
         if not batch.groups:
             return 0.0
-        taken = time.monotonic()
+        taken = self.clock()
         metrics = self.learner.step(batch.groups, version=self.version)
-        trained = time.monotonic()
+        trained = self.clock()
         self.done += 1
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
         if self.done % self.checkpoint_every == 0 or self.done == self.steps:
             self._checkpoint()
         if self.done % self.publish_every == 0 or self.done == self.steps:
             self._publish(self.version)
-        self.began_waiting = time.monotonic()
+        self.began_waiting = self.clock()
         self.publish_s = self.began_waiting - trained
         return 0.0
 
