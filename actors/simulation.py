@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prediction", "simulate"]
 
+MEMORY = "/dev/shm"  # noqa: S108  a file system in memory, where there is one
 _CANARY = Canary(prompt_ids=[1], ids=[1], logprobs=[0.0], dtype="float32")
 
 
@@ -408,7 +409,7 @@ def simulate(
             f"{graph.name} can't be simulated: it needs one role of rollout workers and one trainer", exit_code=2
         )
     (rollout,), (trainer,) = roles.values()
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY if Path(MEMORY).is_dir() else None) as name:
         folder = Path(name)
         (folder / CANARY).write_bytes(msgspec.json.encode(_CANARY))
         world = World(profile, seed, folder, starts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from ..actors import outcome
+from ..actors import forecast, outcome
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
 from ..actors.lora import Lora
@@ -23,7 +23,7 @@ from ..runtime import Graph, Strategy
 from ..runtime.recipe import AtLeastOne, AtLeastTwo, NotNegative, Positive
 from ..runtime.store import Store
 
-__all__ = ["Config", "build", "outcome"]
+__all__ = ["Config", "build", "forecast", "outcome"]
 
 
 @dataclass(frozen=True, kw_only=True)

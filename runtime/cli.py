@@ -1,4 +1,4 @@
-"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join|token|launch`."""
+"""The command line: `rolecall run|show|diff|ps|logs|restart|stop|sample|join|token|profile|simulate|plan|launch`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from .console import Console, actors_table, say, terminal_width
 from .errors import RolecallError, Unrecoverable
+from .forecasts import add_forecast_commands
 from .graph import Graph
 from .launch.commands import add_launch_commands
 from .launch.credentials import TOKEN
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_token_flags(
         with_run(command("token", _token, "write a new token of a run, or change what its tokens are worth"))
     )
+    add_forecast_commands(command)
     launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
     add_launch_commands(launch)
     return parser

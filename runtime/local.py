@@ -7,7 +7,7 @@ until they are handled, and gives them again to the receiver's next incarnation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -82,6 +82,11 @@ class Turns:
         self._this_round, self._next_round = sorted(self._next_round.union(self._this_round)), set()
         self._at = -1
 
+    @property
+    def nobodys(self) -> bool:
+        """Whether nobody was stirred since his last turn."""
+        return not self._this_round and not self._next_round
+
     def next(self) -> int | None:
         """The next of this round, each of them once; None: it is over."""
         while self._this_round:
@@ -97,6 +102,8 @@ class Exchange:
     """What the actors of a run share. now: virtual seconds since the start. pages: the folder of their pages.
 
     changed: whether anybody's state has changed since the supervision last looked.
+    keeps_turn: (actor, may_go, until) -> whether the one who is about to wait has the next turn, too, in which case it
+    is his: to go on without a change of threads is ten times as fast.
     """
 
     run_id: str
@@ -104,6 +111,7 @@ class Exchange:
     pages: Path
     places: dict[str, Place]
     turns: Turns
+    keeps_turn: Callable[[Incarnation, Callable[[], bool], float], bool]
     now: float = 0.0
     changed: bool = True
     reports: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
@@ -187,6 +195,10 @@ class Incarnation:
     def kill(self) -> None:
         bind_transport(self)
         self.strand.kill()
+
+    def _pause(self, may_go: Callable[[], bool], until: float) -> None:
+        if not self.exchange.keeps_turn(self, may_go, until):
+            self.strand.pause(may_go, until)
 
     # --- sending -----------------------------------------------------------------------------------------
 
@@ -324,7 +336,7 @@ class Incarnation:
     def wait(self, timeout_s: float | None) -> None:
         until = NEVER if timeout_s is None else self.exchange.now + timeout_s
         until = min([until, *(pending.deadline for pending in self.answers.waiting)])
-        self.strand.pause(
+        self._pause(
             lambda: (
                 self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
             ),
@@ -345,11 +357,11 @@ class Incarnation:
 
     def spend(self, seconds: float) -> None:
         """Be busy for so long."""
-        self.strand.pause(lambda: False, self.exchange.now + seconds)
+        self._pause(lambda: False, self.exchange.now + seconds)
 
     def breathe(self) -> None:
         """Between two messages of many: everybody else's turn."""
-        self.strand.pause(lambda: True, self.exchange.now)
+        self._pause(lambda: True, self.exchange.now)
 
     def settle(self, timeout_s: float) -> None:
         until = self.exchange.now + timeout_s

@@ -79,7 +79,7 @@ class LocalRun:
         *,
         folder: Path,
         run: str = "local",
-        kill: Callable[[LocalRun], Iterable[str]] = lambda run: (),
+        kill: Callable[[LocalRun], Iterable[str]] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.graph, self.folder, self.run_id = graph, folder, run
@@ -92,7 +92,7 @@ class LocalRun:
         for number, place in enumerate(self._places):
             place.number, place.senders = number, wired.count(place.role.name)
         self._turns = Turns(range(len(self._places)))
-        self._exchange = Exchange(run, folder, pages, {place.name: place for place in self._places}, self._turns)
+        self._exchange = Exchange(run, folder, pages, {place.name: place for place in self._places}, self._turns, self._keeps_turn)
         self._timers: list[tuple[float, int]] = []  # until when each waits, by number; some are of the past
         self._change_at = NEVER  # when a timer of the supervision runs out
         self.reports, self.dead_letters = self._exchange.reports, self._exchange.dead_letters
@@ -160,11 +160,24 @@ class LocalRun:
         if self._asked == len(self.turns):
             return False  # one that died before this turn and has been restarted is not to die again
         self._asked = len(self.turns)
+        if self._whom_to_kill is None:
+            return False
         named = [self._exchange.places[name] for name in self._whom_to_kill(self)]
         dying = [place for place in named if place.alive is not None]
         for place in dying:
             self._kill(place)
         return bool(dying)
+
+    def _keeps_turn(self, life: Incarnation, may_go: Callable[[], bool], until: float) -> bool:
+        """Whether the rounds would come to nobody before this one, who is about to wait; then this is his turn."""
+        if self._whom_to_kill or self._exchange.changed or not self._turns.nobodys or life.strand.killed:
+            return False
+        if not may_go() and until > self.now:
+            if until >= self._change_at or until >= self._next_timer()[0]:
+                return False
+            self._exchange.now = until
+        self.turns.append(life.name)
+        return True
 
     def _let_time_pass(self) -> None:
         until, due = self._next_timer()
