@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import msgspec
 
 from ..runtime import Graph, idempotent
-from ..runtime.errors import Unrecoverable
+from ..runtime.errors import ActorDied, Unrecoverable
 from ..runtime.store import PolicyVersion, Store, StoreError
-from ..runtime.testing import LocalRun, spend, virtual_clock
+from ..runtime.testing import Killed, LocalRun, spend, virtual_clock
 from .canary import CANARY, Canary
 from .engines import Engine, Request, Sample, Sampled, Sampling
 from .evaluator import Evaluator
@@ -46,7 +46,8 @@ _CANARY = Canary(prompt_ids=[1], ids=[1], logprobs=[0.0], dtype="float32")
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What a run would come to.
 
-    wall_s: from the start of its first process to the end. first_step_s: of these, until the first step was made.
+    wall_s: from the start of its first process until the trainer has finished. first_step_s: the first step's wait
+    and work.
     groups_per_s, tokens_per_s: trained, after the first step. trainer_wait_share: as in a run's result.
     shares: of the time of each role's machines, what it went on; they add up to 1.
     dropped: groups by reason. gpu_h: hours of the trainer's and the rollout workers' machines. lost: machines.
@@ -80,8 +81,13 @@ class World:
     starts: bool
     versions: list[PolicyVersion] = field(default_factory=list)
     spent: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    ended: float = math.inf  # when the trainer had finished
     begun: set[str] = field(default_factory=set)  # who has been started once
     _draws: Counter[str] = field(default_factory=Counter)
+
+    def now(self) -> float:
+        """Virtual seconds, up to the trainer's end: what comes after is nobody's time."""
+        return min(virtual_clock(), self.ended)
 
     def draw(self, what: str) -> float:
         """Between 0 and 1; the next of its kind."""
@@ -89,8 +95,11 @@ class World:
         return uniform(f"{self.seed}/{what}/{self._draws[what]}")
 
     def spend(self, actor: str, on: str, seconds: float) -> None:
-        self.spent[actor][on] += seconds
-        spend(seconds)
+        began = self.now()
+        try:
+            spend(seconds)
+        finally:  # also where it is killed meanwhile
+            self.spent[actor][on] += self.now() - began
 
 
 def uniform(key: str) -> float:
@@ -169,7 +178,7 @@ class SimulatedEngine:
     def _advance(self) -> None:
         now = virtual_clock()
         if self._left:
-            self._world.spent[self._name]["sample"] += now - self._looked
+            self._world.spent[self._name]["sample"] += max(0.0, self._world.now() - self._looked)
             tokens = (now - self._looked) / self._step_s
             for id in self._left:
                 self._left[id] -= tokens
@@ -314,7 +323,7 @@ class SimulatedRollout(_Simulated, RolloutWorker):
         self._note_waits(values)
 
     def on_stop(self) -> None:
-        self.waits.over()
+        self.waits.over()  # on a clock that has stopped
         self._note_waits(self.waits.take())
         RolloutWorker.on_stop(self)
 
@@ -327,6 +336,15 @@ class SimulatedTrainer(_Simulated, Trainer):
     def on_start(self) -> None:
         self._begin()
         Trainer.on_start(self)
+
+    def step(self) -> float | None:
+        try:
+            return Trainer.step(self)
+        except (ActorDied, ValueError) as error:  # a process would die of it, and make the step again
+            raise Killed from error
+
+    def on_stop(self) -> None:
+        self.world.ended = virtual_clock()
 
     def _load_learner(self) -> Learner:
         return cast("Learner", SimulatedLearner(self.world, self.name))
@@ -380,7 +398,8 @@ def _recast(graph: Graph, world: World) -> None:
                 # A subclass's own methods come after the simulated ones, and before those of the real role.
                 bases = (part,) if role.actor is real else (part, role.actor)
                 simulated = type(part.__name__, bases, {"world": world})
-                changed |= {"clock": virtual_clock} if clock else {}
+                if clock:
+                    changed["clock"] = world.now if real is RolloutWorker else virtual_clock
         if PromptSource in simulated.__mro__:
             changed["dataset"] = "tiny"
         if Evaluator in simulated.__mro__:
@@ -440,8 +459,9 @@ class _Losses:
 def _prediction(
     run: LocalRun, world: World, workers: Sequence[str], trainer: str, lost: int
 ) -> Prediction:
-    steps = run.reports[trainer]
-    later, wall_s = steps[1:], run.now
+    # A step that was made again, after a death, counts once.
+    steps = list({report["step"]: report for report in run.reports[trainer]}.values())
+    later, wall_s = steps[1:], world.ended
     waited = sum(step["perf/rollout_wait_s"] for step in later)
     worked = sum(step["perf/step_s"] for step in later)
     groups = [sum(step["workers"].values()) for step in steps]
