@@ -151,12 +151,14 @@ class Trainer(Actor):
         """The groups of the next step; without groups if stale ones were dropped instead."""
         source = self.groups.within(PATIENCE_S)
         parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
-        groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.id)
-        if groups and len({group.id for group in groups}) != self.batch:
+        # Of a machine that was lost another may have sampled the share, too: the same completions, to be trained once.
+        given = {group.id: group for part in parts for group in part.groups}
+        if given and len(given) != self.batch:
             raise ValueError(
-                f"step {self.done + 1} was given the groups {[group.id for group in groups]} instead of {self.batch} "
-                "different ones: a share was lost or doubled, and the step is made again"
+                f"step {self.done + 1} was given the groups {sorted(given)} instead of {self.batch} different ones: "
+                "a share was lost, and the step is made again"
             )
+        groups = [given[id] for id in sorted(given)]
         return Batch(groups=groups, dropped=parts[0].dropped, depth=sum(part.depth for part in parts))
 
     def _publish(self, newest: int) -> None:
