@@ -30,16 +30,12 @@ def profile(run: RunFolder, file: Path) -> str:
     return f"{_describe(found)}\n{file}"
 
 
-def simulate(
-    graph: Graph, file: Path, *, seed: int, lost_per_h: float, away_s: float, as_json: bool
-) -> str:
+def simulate(graph: Graph, file: Path, *, seed: int, lost_per_h: float, away_s: float, as_json: bool) -> str:
     """What a run of `graph` would come to where things take the time that the profile in `file` says."""
     from . import simulation
 
     began = time.monotonic()
-    found = simulation.simulate(
-        graph, _read(file, Profile), seed=seed, lost_per_h=lost_per_h, away_s=away_s
-    )
+    found = simulation.simulate(graph, _read(file, Profile), seed=seed, lost_per_h=lost_per_h, away_s=away_s)
     if as_json:
         return msgspec.json.encode(found).decode()
     return f"{describe(found)}\n({time.monotonic() - began:.1f} s to simulate)"
@@ -53,7 +49,10 @@ def plan(
 
     profile_file = file or plans.PUBLISHED / "grpo_8b.json"
     costs = plans.Plan(
-        recipes, _read(profile_file, Profile), _read(prices or plans.PUBLISHED / "prices.json", plans.Prices), groups
+        recipes,
+        _read(profile_file, Profile),
+        _read(prices or plans.PUBLISHED / "prices.json", plans.Prices),
+        groups,
     ).made()
     if as_json:
         return msgspec.json.encode(costs).decode()
@@ -67,7 +66,8 @@ def _read(file: Path, kind: type[T]) -> T:
         raise Unrecoverable(f"can't read {file}: {error.strerror}", exit_code=2) from error
     except msgspec.DecodeError as error:
         raise Unrecoverable(
-            f"{file} is no {kind.__name__.lower()} ({error}): make one with `rolecall profile`, or mend it", exit_code=2
+            f"{file} is no {kind.__name__.lower()} ({error}): make one with `rolecall profile`, or mend it",
+            exit_code=2,
         ) from error
 
 
@@ -77,7 +77,9 @@ def _describe(profile: Profile) -> str:
         value = getattr(profile, name)
         if isinstance(value, Measure):
             low, high = value.draw(0.1), value.draw(0.9)
-            rows.append(f"{name:<9}{value.mean:>10.4g} {value.unit}, a tenth below {low:.4g}, a tenth above {high:.4g}")
+            rows.append(
+                f"{name:<9}{value.mean:>10.4g} {value.unit}, a tenth below {low:.4g}, a tenth above {high:.4g}"
+            )
         elif isinstance(value, Line):
             rows.append(f"{name:<9}{value.fixed:>10.4g} + {value.each:.4g} · n  {value.unit}")
     return "\n".join(rows)

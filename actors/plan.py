@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from .profile import Line, Measure, Profile
-from .simulation import Prediction, simulate, uniform
+from .profile import Line, Measure, Profile, uniform
+from .simulation import Prediction, simulate
 
 __all__ = ["PUBLISHED", "Costs", "Offer", "Plan", "Prices", "Row", "cost_usd", "describe", "saving"]
 
@@ -97,7 +97,8 @@ def colocated_step_s(profile: Profile, gpus: int, *, batch: int, group_size: int
     loss; versions go by NCCL. All three favour the pool.
     """
     lengths = [
-        min(max_tokens, profile.tokens.draw(uniform(f"colocated/{number}"))) for number in range(batch * group_size)
+        min(max_tokens, profile.tokens.draw(uniform(f"colocated/{number}")))
+        for number in range(batch * group_size)
     ]
     mine = sorted(lengths[::gpus])
     sample_s = at = 0.0
@@ -128,14 +129,16 @@ class Plan:
             if offer.kind == "cluster":
                 rows.append(self._colocated(offer))
             for layout in ("sync", "async"):
-                choices = [
-                    self._row(layout, offer, workers, steady[layout, workers]) for workers in WORKERS
-                ]
+                choices = [self._row(layout, offer, workers, steady[layout, workers]) for workers in WORKERS]
                 rows.append(min(choices, key=lambda row: row.usd))
         rows = [self._with_losses(row) for row in rows]
         best = min((row for row in rows if row.layout == "async"), key=lambda row: row.usd)
         return Costs(
-            profile=self.profile, prices=self.prices, groups=self.groups, rows=rows, sensitivity=self._sensitivity(best)
+            profile=self.profile,
+            prices=self.prices,
+            groups=self.groups,
+            rows=rows,
+            sensitivity=self._sensitivity(best),
         )
 
     def _simulated(self, recipe: str, workers: int, profile: Profile) -> Prediction:
@@ -161,7 +164,13 @@ class Plan:
             rate = SETTINGS["batch"] / colocated_step_s(self.profile, gpus, **shape)
             hours = self.groups / rate / 3600 + self.profile.start.mean / 3600
             choices.append(
-                Row(layout="colocated", offer=offer.name, gpus=gpus, hours=hours, usd=hours * gpus * offer.usd_per_gpu_h)
+                Row(
+                    layout="colocated",
+                    offer=offer.name,
+                    gpus=gpus,
+                    hours=hours,
+                    usd=hours * gpus * offer.usd_per_gpu_h,
+                )
             )
         return min(choices, key=lambda row: row.usd)
 
@@ -209,10 +218,12 @@ def _scaled(measure: Measure, factor: float) -> Measure:
 
 def describe(costs: Costs) -> str:
     """The table, what of it is assumed, and what is left of the claim."""
-    title = f"{costs.groups} groups of {SETTINGS['group_size']}, batches of {SETTINGS['batch']}, from: {costs.profile.about}"
+    shape = f"{costs.groups} groups of {SETTINGS['group_size']}, batches of {SETTINGS['batch']}"
+    title = f"{shape}, from: {costs.profile.about}"
     rows = [title, "", f"{'layout':<10}{'offer':<32}{'GPUs':>5}{'hours':>8}{'GPU-h':>8}{'$':>9}"]
     for row in sorted(costs.rows, key=lambda row: row.usd):
-        rows.append(f"{row.layout:<10}{row.offer:<32}{row.gpus:>5}{row.hours:>8.2f}{row.gpu_h:>8.1f}{row.usd:>9.2f}")
+        name, size = f"{row.layout:<10}{row.offer:<32}", f"{row.gpus:>5}{row.hours:>8.2f}"
+        rows += [f"{name}{size}{row.gpu_h:>8.1f}{row.usd:>9.2f}"]
     rows += ["", *_claim(costs), "", "If things were otherwise, the cheapest asynchronous way would cost:"]
     rows += [f"  {share:6.2f} ×  {what}" for what, share in costs.sensitivity.items()]
     rows += ["", "Where the numbers are from:"]
@@ -222,7 +233,9 @@ def describe(costs: Costs) -> str:
             rows.append(f"  {name:<8} {value.source}")
     for offer in costs.prices.offers:
         assumed = f"; assumed: {offer.assumed}" if offer.assumed else ""
-        rows.append(f"  {offer.name}: {offer.usd_per_gpu_h:.2f} $/GPU-h, {offer.source}, read {offer.read}{assumed}")
+        rows.append(
+            f"  {offer.name}: {offer.usd_per_gpu_h:.2f} $/GPU-h, {offer.source}, read {offer.read}{assumed}"
+        )
     return "\n".join(rows)
 
 
@@ -238,10 +251,14 @@ def _claim(costs: Costs) -> Sequence[str]:
         for kind in ("serverless", "on-demand", "spot")
         if kind in kinds.values()
     }
-    lines = ['The claim, "over 70 % less than a synchronous run on a cluster with NCCL": saved, by price and by GPU-hours']
+    lines = [
+        'The claim, "over 70 % less than a synchronous run on a cluster with NCCL": saved, by price and by GPU-hours'
+    ]
     for layout in ("colocated", "sync"):
         for worst in (True, False):
-            cluster = cheapest(lambda row, l=layout: row.layout == l and kinds[row.offer] == "cluster", worst)
+            cluster = cheapest(
+                lambda row, of=layout: row.layout == of and kinds[row.offer] == "cluster", worst
+            )
             for kind, row in rented.items():
                 price = (row.usd / row.gpu_h) / (cluster.usd / cluster.gpu_h)
                 lines.append(
@@ -257,5 +274,7 @@ def _claim(costs: Costs) -> Sequence[str]:
     for layout in ("colocated", "sync"):
         shares = [share for share, _, found in same if found == layout]
         if shares:
-            lines.append(f"  {min(shares):>5.0%}  async instead of {layout} on the same GPUs: what asynchrony alone saves")
+            lines.append(
+                f"  {min(shares):>5.0%}  async instead of {layout} on the same GPUs: what asynchrony alone saves"
+            )
     return lines

@@ -8,8 +8,10 @@ No means alone: who waits for the slowest of many waits for a tail.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ import msgspec
 from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 
-__all__ = ["Line", "Measure", "Profile", "measure", "quantiles"]
+__all__ = ["Line", "Measure", "Profile", "measure", "quantiles", "uniform"]
 
 POINTS = 21  # of a distribution that are kept: every twentieth part of it
 
@@ -83,6 +85,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, float] = {}
 
 
+def uniform(key: str) -> float:
+    """Between 0 and 1, the same for the same key."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) / 2**56
+
+
 def quantiles(values: Iterable[float]) -> list[float]:
     """At most POINTS of them."""
     ordered = sorted(values)
@@ -126,14 +133,16 @@ def measure(run: RunFolder) -> Profile:
         publish=_measure("s", "perf/publish_s in metrics.jsonl", [step["perf/publish_s"] for step in later]),
         apply=_measure("s", "load_s in the reports of rollout workers", list(_swaps(workers))),
         score=_measure("s per group", "score_s in the reports of the reward", scores),
-        start=_measure("s", "the first state \"up\" of each role after that before it, events.jsonl", starts),
-        restart=_measure("s", "a death until the next state \"up\", events.jsonl", restarts or starts),
+        start=_measure("s", 'the first state "up" of each role after that before it, events.jsonl', starts),
+        restart=_measure("s", 'a death until the next state "up", events.jsonl', restarts or starts),
         dropped={reason: count / total for reason, count in steps[-1]["dropped"].items()},
     )
 
 
 def _measure(unit: str, source: str, values: Sequence[float]) -> Measure:
-    return Measure(unit=unit, source=f"{source} ({len(values)} of them)", quantiles=quantiles(values) or [0.0])
+    return Measure(
+        unit=unit, source=f"{source} ({len(values)} of them)", quantiles=quantiles(values) or [0.0]
+    )
 
 
 def _by_actor(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -157,7 +166,7 @@ def _engine_steps(workers: Iterable[Mapping[str, Any]]) -> list[tuple[float, flo
     """(completions under way, seconds a step, steps) between two reports of a worker."""
     found = []
     for events in _by_actor(workers).values():
-        for before, event in zip(events, events[1:], strict=False):
+        for before, event in pairwise(events):
             values = event["values"]
             busy = event["time"] - before["time"] - values["lease_wait_s"] - values["put_wait_s"]
             if values["version"] != before["values"]["version"]:

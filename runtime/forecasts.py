@@ -28,7 +28,9 @@ def add_forecast_commands(command: Command) -> None:
                          help="where to write it (default: profile.json)")  # fmt: skip
     simulate = command("simulate", _simulate, "what a recipe would do with so many workers, in virtual time")
     simulate.add_argument("recipe", help="a recipe's name, or the path of a .py file")
-    simulate.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a setting")
+    simulate.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="change a setting"
+    )
     simulate.add_argument("--profile", type=Path, required=True, metavar="FILE", help="what its parts take")
     simulate.add_argument("--workers", type=int, help="rollout workers, in place of the recipe's")
     simulate.add_argument("--steps", type=int, help="optimizer steps, in place of the recipe's")
@@ -38,8 +40,12 @@ def add_forecast_commands(command: Command) -> None:
                           help="until another machine is there (default: 60)")  # fmt: skip
     simulate.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     plan = command("plan", _plan, "what training costs, by recipe and by who rents out the machines")
-    plan.add_argument("--profile", type=Path, metavar="FILE", help="default: one of an 8B model, from publications")
-    plan.add_argument("--prices", type=Path, metavar="FILE", help="default: a dated list that comes with the package")
+    plan.add_argument(
+        "--profile", type=Path, metavar="FILE", help="default: one of an 8B model, from publications"
+    )
+    plan.add_argument(
+        "--prices", type=Path, metavar="FILE", help="default: a dated list that comes with the package"
+    )
     plan.add_argument("--groups", type=int, default=32000, help="groups to train on (default: 32000)")
     for added in (simulate, plan):
         added.add_argument("--json", action="store_true", help="print it as one JSON object")
@@ -47,7 +53,9 @@ def add_forecast_commands(command: Command) -> None:
 
 def _forecast(recipe: Any, name: str) -> Any:
     if not hasattr(recipe, "forecast"):
-        raise Unrecoverable(f"recipe {name} has no `forecast` that could measure or simulate its runs", exit_code=2)
+        raise Unrecoverable(
+            f"recipe {name} has no `forecast` that could measure or simulate its runs", exit_code=2
+        )
     return recipe.forecast
 
 
@@ -65,12 +73,16 @@ def _simulate(options: argparse.Namespace) -> int:
     known = {field.name for field in fields(recipe.Config)}
     for name, value in (("rollout_workers", options.workers), ("steps", options.steps)):
         if value is not None and name not in known:
-            raise Unrecoverable(f"{options.recipe} has no setting {name!r}: change what it has with --set", exit_code=2)
+            raise Unrecoverable(
+                f"{options.recipe} has no setting {name!r}: change what it has with --set", exit_code=2
+            )
         settings += [] if value is None else [f"{name}={value}"]
     try:
         graph = recipe.build(configure(recipe, options.recipe, settings))
     except ValueError as error:
-        raise Unrecoverable(f"{options.recipe} can't be built from these settings: {error}", exit_code=2) from error
+        raise Unrecoverable(
+            f"{options.recipe} can't be built from these settings: {error}", exit_code=2
+        ) from error
     told = forecast.simulate(
         graph,
         options.profile,
@@ -86,6 +98,8 @@ def _simulate(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     recipes = {name: load_recipe(name) for name in ("async_grpo", "sync_grpo")}
     forecast = _forecast(recipes["async_grpo"], "async_grpo")
-    told = forecast.plan(recipes, options.profile, options.prices, groups=options.groups, as_json=options.json)
+    told = forecast.plan(
+        recipes, options.profile, options.prices, groups=options.groups, as_json=options.json
+    )
     say(told, sys.stdout)
     return 0

@@ -7,15 +7,14 @@ until they are handled, and gives them again to the receiver's next incarnation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, msgpack
 
-from .baton import Strand
+from .baton import Strand, Turns
 from .child import STATES
 from .control import DeadLetter, Ending, FromActor, Hello, Member, Ready, Report, page_path
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError
@@ -29,7 +28,7 @@ from .ref import Call, bind_transport, only_one
 from .tree import Slot
 from .wire import Header, Kind, encode_body, encode_call
 
-__all__ = ["NEVER", "Exchange", "Incarnation", "Place", "Turns"]
+__all__ = ["NEVER", "Exchange", "Incarnation", "Place"]
 
 NEVER = float("inf")
 _from_actor = msgpack.Decoder(FromActor)
@@ -57,44 +56,6 @@ class Place(Slot):
     @property
     def member(self) -> Member:
         return Member(self.name, self.role.name, self.incarnation, STATES[self.state], self.reason)
-
-
-class Turns:
-    """Whose turn it may be, by their places' numbers: round after round from the lowest to the highest.
-
-    Looking at all places in every round would make a run of a thousand actors a thousand times as slow.
-    """
-
-    def __init__(self, numbers: Iterable[int]) -> None:
-        self._this_round = list(numbers)
-        heapify(self._this_round)
-        self._next_round: set[int] = set()
-        self._at = -1
-
-    def stir(self, number: int) -> None:
-        """Something has happened that this one may have waited for."""
-        if number > self._at:
-            heappush(self._this_round, number)
-        else:
-            self._next_round.add(number)
-
-    def begin_round(self) -> None:
-        self._this_round, self._next_round = sorted(self._next_round.union(self._this_round)), set()
-        self._at = -1
-
-    @property
-    def nobodys(self) -> bool:
-        """Whether nobody was stirred since his last turn."""
-        return not self._this_round and not self._next_round
-
-    def next(self) -> int | None:
-        """The next of this round, each of them once; None: it is over."""
-        while self._this_round:
-            number = heappop(self._this_round)
-            if number > self._at:
-                self._at = number
-                return number
-        return None
 
 
 @dataclass

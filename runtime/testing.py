@@ -30,12 +30,12 @@ from heapq import heappop, heappush
 from pathlib import Path
 
 from .actor import Actor
-from .baton import Killed
+from .baton import Killed, Turns
 from .child import describe_exit
 from .errors import DeadlockError, RolecallError
 from .files import first_incarnation
 from .graph import Graph
-from .local import NEVER, Exchange, Incarnation, Place, Turns
+from .local import NEVER, Exchange, Incarnation, Place
 from .ref import bind_transport, bound_transport
 from .tree import Death, Tree
 
@@ -70,7 +70,8 @@ class LocalRun:
     deaths:       who died, of what, and in how many virtual seconds it is started again (None: it is not).
     turns:        who ran, in order: two runs of one graph with the same deaths have the same.
 
-    A handler takes no virtual time unless it spends some, so a `max_run_s` has no meaning here, and nobody hangs. No mailbox is full.
+    A handler takes no virtual time unless it spends some, so a `max_run_s` has no meaning here, and nobody hangs. No
+    mailbox is full.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class LocalRun:
         for number, place in enumerate(self._places):
             place.number, place.senders = number, wired.count(place.role.name)
         self._turns = Turns(range(len(self._places)))
-        self._exchange = Exchange(run, folder, pages, {place.name: place for place in self._places}, self._turns, self._keeps_turn)
+        self._exchange = Exchange(
+            run, folder, pages, {place.name: place for place in self._places}, self._turns, self._keeps_turn
+        )
         self._timers: list[tuple[float, int]] = []  # until when each waits, by number; some are of the past
         self._change_at = NEVER  # when a timer of the supervision runs out
         self.reports, self.dead_letters = self._exchange.reports, self._exchange.dead_letters
@@ -233,7 +236,8 @@ class LocalRun:
     def lose(self, name: str, for_s: float) -> None:
         """Its machine is lost without a word, as a rented one may be, and the next is there in `for_s` seconds.
 
-        Called from `kill`. That is no death of which a supervisor keeps count. Nothing happens to one that does not live.
+        Called from `kill`. That is no death of which a supervisor keeps count. Nothing happens to one that does not
+        live.
         """
         place = self._exchange.places[name]
         if place.alive is not None:

@@ -41,8 +41,17 @@ VARIED = profile(
 VARIED = msgspec.structs.replace(VARIED, tokens=constant(5, 20, 50, 64))
 
 
-def predicted(how: Profile, *, lost_per_h: float = 0.0, seed: int = 0, recipe: Any = async_grpo, **settings: Any) -> Prediction:
-    small = {"steps": 8, "batch": 4, "group_size": 2, "max_tokens": 128, "eval_problems": 1, "eval_every": 1000}
+def predicted(
+    how: Profile, *, lost_per_h: float = 0.0, seed: int = 0, recipe: Any = async_grpo, **settings: Any
+) -> Prediction:
+    small = {
+        "steps": 8,
+        "batch": 4,
+        "group_size": 2,
+        "max_tokens": 128,
+        "eval_problems": 1,
+        "eval_every": 1000,
+    }
     graph = recipe.build(recipe.Config(**(small | settings)))
     return simulate(graph, how, seed=seed, lost_per_h=lost_per_h, away_s=2.0, starts=False)
 
@@ -123,9 +132,15 @@ def test_a_profile_is_measured_from_what_a_run_wrote(tmp_path: Path):
         {"time": 20.0, "actor": "reward", "event": "report", "values": {"score_s": [0.1, 0.3]}},
     ]  # fmt: skip
     for name, lines in (("metrics", steps), ("events", events)):
-        (run.path / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        (run.path / f"{name}.jsonl").write_bytes(
+            b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        )
     found = measure(run)
-    assert (found.tokens.quantiles[0], found.tokens.mean, found.tokens.quantiles[-1]) == (3, pytest.approx(5), 7)
+    assert (found.tokens.quantiles[0], found.tokens.mean, found.tokens.quantiles[-1]) == (
+        3,
+        pytest.approx(5),
+        7,
+    )
     # 2 s less 0.5 of waiting, and the second time less 0.25 for a swap, for ten steps.
     assert found.sample.at(4.0) == pytest.approx((0.15 + 0.125) / 2)
     assert found.train.at(30) == pytest.approx(1.0 + 0.1 * 30)
@@ -161,7 +176,9 @@ def test_a_pool_that_takes_turns():
 
 def test_a_plan_adds_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rolecall.actors.plan.WORKERS", (1, 2))
-    monkeypatch.setattr("rolecall.actors.plan.SETTINGS", {"batch": 4, "group_size": 2, "max_tokens": 128, "eval_problems": 1})
+    monkeypatch.setattr(
+        "rolecall.actors.plan.SETTINGS", {"batch": 4, "group_size": 2, "max_tokens": 128, "eval_problems": 1}
+    )
     offers = [
         Offer(name="near", kind="cluster", gpu="X", usd_per_gpu_h=10.0, source="the test", read="today"),
         Offer(name="far", kind="serverless", gpu="X", usd_per_gpu_h=2.0, source="the test", read="today"),
@@ -177,4 +194,7 @@ def test_a_plan_adds_up(monkeypatch: pytest.MonkeyPatch):
         price = 10.0 if row.offer == "near" else 2.0
         assert row.usd == pytest.approx(row.gpu_h * price)
     told = describe(costs)
-    assert f"{saving(usd['async', 'far'], usd['sync', 'near']):>5.0%}  async on far (serverless) instead of sync" in told
+    assert (
+        f"{saving(usd['async', 'far'], usd['sync', 'near']):>5.0%}  async on far (serverless) instead of sync"
+        in told
+    )

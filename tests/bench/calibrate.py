@@ -29,7 +29,9 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=Path, help="keep the runs here (default: nowhere)")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--tries", type=int, default=3)
@@ -43,7 +45,9 @@ def main() -> None:
 def _calibrate(recipe: str, runs: Path, steps: int, tries: int) -> dict[str, Any]:
     first, second = CASES[recipe]
     made = [
-        _median([_run(recipe, [*settings, f"steps={steps}", f"eval_every={steps}"], runs) for _ in range(tries)])
+        _median(
+            [_run(recipe, [*settings, f"steps={steps}", f"eval_every={steps}"], runs) for _ in range(tries)]
+        )
         for settings in (first, second)
     ]
     profile = measure(made[0])
@@ -56,7 +60,17 @@ def _calibrate(recipe: str, runs: Path, steps: int, tries: int) -> dict[str, Any
 def _run(recipe: str, settings: list[str], runs: Path) -> RunFolder:
     given = [word for setting in settings for word in ("--set", setting)]
     before = set(runs.glob("*"))
-    command = [sys.executable, "-m", "rolecall.runtime.cli", "run", recipe, *given, "--runs", str(runs), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "rolecall.runtime.cli",
+        "run",
+        recipe,
+        *given,
+        "--runs",
+        str(runs),
+        "--json",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (folder,) = set(runs.glob("*")) - before
     return RunFolder(folder)
