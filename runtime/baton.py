@@ -22,6 +22,8 @@ class Killed(BaseException):
 
 
 _running: Strand | None = None
+_back = threading.Lock()  # to whoever lets strands run
+_back.acquire()
 
 
 class Strand:
@@ -38,20 +40,19 @@ class Strand:
         self.until = float("inf")
         self._body, self._on_death = body, on_death
         self._may_go: Callable[[], bool] = lambda: True
-        self._go, self._back = threading.Lock(), threading.Lock()  # each is open once it has been released
+        self._go = threading.Lock()  # open once it has been released, as is _back
         self._go.acquire()
-        self._back.acquire()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def can_go(self, now: float) -> bool:
         return not self.done and (self.until <= now or self._may_go())
 
     def go_on(self) -> None:
-        """Let it run; returns when it waits or has ended."""
+        """Let it run; returns when it, or the one that it has handed over to, waits or has ended."""
         global _running
         _running = self
         self._go.release()
-        self._back.acquire()
+        _back.acquire()
         _running = None
 
     def kill(self) -> None:
@@ -73,9 +74,22 @@ class Strand:
 
     def pause(self, may_go: Callable[[], bool], until: float) -> None:
         """Let others run until `may_go`, or until that time."""
+        self.wait_for(may_go, until)
+        self.hand_over(None)
+
+    def wait_for(self, may_go: Callable[[], bool], until: float) -> None:
+        """As `pause`, up to the moment in which others run."""
         self.check()
         self._may_go, self.until = may_go, until
-        self._back.release()
+
+    def hand_over(self, other: Strand | None) -> None:
+        """Let this one run now, or whoever lets strands run choose; returns when it is one's own turn again."""
+        global _running
+        if other is None:
+            _back.release()
+        else:
+            _running = other
+            other._go.release()
         self._go.acquire()
         self.check()
 
@@ -87,7 +101,7 @@ class Strand:
         except BaseException as error:  # noqa: BLE001  kept for whoever lets it run
             self.error = None if self.killed else error
         self.done = True
-        self._back.release()
+        _back.release()
 
 
 class Turns:

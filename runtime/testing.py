@@ -94,7 +94,7 @@ class LocalRun:
             place.number, place.senders = number, wired.count(place.role.name)
         self._turns = Turns(range(len(self._places)))
         self._exchange = Exchange(
-            run, folder, pages, {place.name: place for place in self._places}, self._turns, self._keeps_turn
+            run, folder, pages, {place.name: place for place in self._places}, self._turns, self._next_turn
         )
         self._timers: list[tuple[float, int]] = []  # until when each waits, by number; some are of the past
         self._change_at = NEVER  # when a timer of the supervision runs out
@@ -151,10 +151,12 @@ class LocalRun:
                 self.turns.append(place.name)
                 life.go_on()
                 went = True
+                life = self._exchange.running  # the last of those that have handed over to each other
+                assert life is not None
                 if life.strand.done:
-                    self._bury(place, life)
-                elif life.strand.until != NEVER:
-                    heappush(self._timers, (life.strand.until, number))
+                    self._bury(life.place, life)
+                else:
+                    self._waits(life)
                 if number + 1 < len(self._places):
                     self._kill_whom_the_test_names()
         return went
@@ -171,16 +173,31 @@ class LocalRun:
             self._kill(place)
         return bool(dying)
 
-    def _keeps_turn(self, life: Incarnation, may_go: Callable[[], bool], until: float) -> bool:
-        """Whether the rounds would come to nobody before this one, who is about to wait; then this is his turn."""
-        if self._whom_to_kill or self._exchange.changed or not self._turns.nobodys or life.strand.killed:
-            return False
-        if not may_go() and until > self.now:
-            if until >= self._change_at or until >= self._next_timer()[0]:
-                return False
-            self._exchange.now = until
-        self.turns.append(life.name)
-        return True
+    def _waits(self, life: Incarnation) -> None:
+        """Its turn is over."""
+        life.stir()
+        if life.strand.until != NEVER:
+            heappush(self._timers, (life.strand.until, life.place.number))
+
+    def _next_turn(self, life: Incarnation) -> Incarnation | None:
+        """Whose turn comes next, in the same order as by rounds; None: that is for the supervision to say."""
+        if self._whom_to_kill or self._exchange.changed:
+            return None
+        self._waits(life)
+        while True:
+            while (number := self._turns.next()) is not None:
+                other = self._places[number].alive
+                if other is not None and other.can_go():
+                    self.turns.append(other.name)
+                    return other
+            if self._turns.nobodys:
+                until, due = self._next_timer()
+                if until == NEVER or until >= self._change_at or any(other.asking for other in due):
+                    return None
+                self._exchange.now = until
+                for other in due:
+                    other.stir()
+            self._turns.begin_round()
 
     def _let_time_pass(self) -> None:
         until, due = self._next_timer()
