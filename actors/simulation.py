@@ -86,7 +86,9 @@ def simulate(
         world = World(profile, seed, folder, starts)
         recast(graph, world)
         losses = _Losses(rollout.members, lost_per_h / 3600, away_s, random.Random(seed))
-        run = LocalRun(graph, folder=folder / "run", kill=losses.due, rng=random.Random(seed))
+        run = LocalRun(
+            graph, folder=folder / "run", kill=losses.due, spared_until=losses.next, rng=random.Random(seed)
+        )
         run.run()
         return _prediction(run, world, rollout.members, trainer.name, len(losses.happened))
 
@@ -98,6 +100,10 @@ class _Losses:
         self._names, self._rate, self._away_s, self._rng = names, per_s * len(names), away_s, rng
         self._next = rng.expovariate(self._rate) if self._rate > 0 else math.inf
         self.happened: list[tuple[float, str]] = []
+
+    def next(self) -> float:
+        """When the next is lost."""
+        return self._next
 
     def due(self, run: LocalRun) -> list[str]:
         while self._next <= run.now:

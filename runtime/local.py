@@ -63,8 +63,8 @@ class Exchange:
     """What the actors of a run share. now: virtual seconds since the start. pages: the folder of their pages.
 
     changed: whether anybody's state has changed since the supervision last looked.
-    running: whose turn it is. next_turn: (who has just begun to wait) -> whose turn is next, if that can be said without
-    the supervision: to hand over to him directly, or not at all if it is oneself, costs half the time or none.
+    running: whose turn it is. next_turn: (who has just begun to wait) -> whose turn is next, if that can be said
+    without the supervision: to hand over to him directly, or not at all if it is oneself, takes half the time or none.
     """
 
     run_id: str

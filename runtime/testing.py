@@ -63,6 +63,7 @@ class LocalRun:
 
     kill: asked once between any two turns, also when nobody can go on: the names of those (of replicas,
           "worker-0") that die now by SIGKILL. Nothing happens to one that does not live.
+    spared_until: the virtual time before which `kill` names nobody, so that it need not be asked: that is faster.
     rng:  for the waits before restarts; one with seed 0 if none is given.
 
     reports:      what each actor reported, in order, by name.
@@ -81,6 +82,7 @@ class LocalRun:
         folder: Path,
         run: str = "local",
         kill: Callable[[LocalRun], Iterable[str]] | None = None,
+        spared_until: Callable[[], float] = lambda: 0.0,
         rng: random.Random | None = None,
     ) -> None:
         self.graph, self.folder, self.run_id = graph, folder, run
@@ -102,7 +104,7 @@ class LocalRun:
         self.deaths: list[Death] = []
         self.turns: list[str] = []
         self._tree = Tree(graph, self._places, rng or random.Random(0))
-        self._whom_to_kill, self._asked = kill, -1
+        self._whom_to_kill, self._spared_until, self._asked = kill, spared_until, -1
         self._incarnation = first_incarnation(folder)
         self._story = ""
 
@@ -181,7 +183,8 @@ class LocalRun:
 
     def _next_turn(self, life: Incarnation) -> Incarnation | None:
         """Whose turn comes next, in the same order as by rounds; None: that is for the supervision to say."""
-        if self._whom_to_kill or self._exchange.changed:
+        spared_until = NEVER if self._whom_to_kill is None else self._spared_until()
+        if self._exchange.changed or self.now >= spared_until:
             return None
         self._waits(life)
         while True:
@@ -192,7 +195,8 @@ class LocalRun:
                     return other
             if self._turns.nobodys:
                 until, due = self._next_timer()
-                if until == NEVER or until >= self._change_at or any(other.asking for other in due):
+                asks = any(other.asking for other in due)
+                if until == NEVER or until >= min(self._change_at, spared_until) or asks:
                     return None
                 self._exchange.now = until
                 for other in due:

@@ -124,7 +124,9 @@ def test_another_loss(tmp_path: Path):
 def test_a_run_is_foreseen(tmp_path: Path):
     _run(["run", "async_grpo", *FEW_PROBLEMS, "--set", "steps=5"], tmp_path)
     (run,) = tmp_path.glob("runs/*")
-    measured = _run([argument.replace("RUN", run.name) for argument in _arguments("rolecall profile")], tmp_path)
+    measured = _run(
+        [argument.replace("RUN", run.name) for argument in _arguments("rolecall profile")], tmp_path
+    )
     assert "tokens" in measured and (tmp_path / "profile.json").exists()
     predicted = _run([*_arguments("rolecall simulate"), "--steps", "3"], tmp_path)
     assert "3 steps with 64 workers" in predicted and "GPU-hours: rollout" in predicted
