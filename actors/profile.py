@@ -124,11 +124,13 @@ def measure(run: RunFolder) -> Profile:
             "s per engine step, by completions under way",
             "time between a worker's reports without waits and swaps ÷ engine_steps",
             _engine_steps(workers),
+            grows=False,
         ),
         train=_fit(
             "s per optimizer step, by completion tokens in its batch",
             "perf/fwd_bwd_s in metrics.jsonl, without the first step",
             [(tokens, step["perf/fwd_bwd_s"], 1.0) for tokens, step in zip(trained, later, strict=True)],
+            grows=True,
         ),
         publish=_measure("s", "perf/publish_s in metrics.jsonl", [step["perf/publish_s"] for step in later]),
         apply=_measure("s", "load_s in the reports of rollout workers", list(_swaps(workers))),
@@ -193,22 +195,22 @@ def _starts(events: Iterable[Mapping[str, Any]], started: float) -> tuple[list[f
     return starts, restarts
 
 
-def _fit(unit: str, source: str, points: Sequence[tuple[float, float, float]]) -> Line:
+def _fit(unit: str, source: str, points: Sequence[tuple[float, float, float]], *, grows: bool) -> Line:
     """Weighted least squares through (x, y, weight), with neither the start nor the slope below 0.
 
-    Where all x are about the same, which tells nothing of a slope, the line goes through the origin.
+    Where x explains less than half of y's variance, which tells little of a slope, y is taken to be in proportion to x
+    if it `grows`, and the same for all x if not.
     """
     weight = sum(w for _, _, w in points)
     mean_x = sum(x * w for x, _, w in points) / weight
     mean_y = sum(y * w for _, y, w in points) / weight
-    variance = sum(w * (x - mean_x) ** 2 for x, _, w in points) / weight
-    if variance < (0.1 * mean_x) ** 2:
-        each, fixed = mean_y / mean_x, 0.0
-    else:
-        each = max(0.0, sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / weight / variance)
-        fixed = mean_y - each * mean_x
-        if fixed < 0:
-            each, fixed = mean_y / mean_x, 0.0
+    var_x = sum(w * (x - mean_x) ** 2 for x, _, w in points) / weight
+    var_y = sum(w * (y - mean_y) ** 2 for _, y, w in points) / weight
+    both = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / weight
+    each = mean_y / mean_x if grows else 0.0
+    if both > 0 and both**2 > 0.5 * var_x * var_y:
+        each = min(both / var_x, mean_y / mean_x)
+    fixed = mean_y - each * mean_x
     ratios = quantiles(y / (fixed + each * x) for x, y, _ in points)
     spread = Measure(unit="", source="", quantiles=ratios)
     ratios = [ratio / spread.mean for ratio in ratios]  # so that the line is what it takes on average
