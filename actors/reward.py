@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -23,6 +25,7 @@ PATIENCE_WITH_A_REWARD_S = (
 RewardFunction = Callable[[Prompt, str], float]
 
 CHECK_TIMEOUT_S = 1
+_REPORTED_AT_ONCE = 16  # groups
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
@@ -79,6 +82,8 @@ def reward_function(name: str) -> RewardFunction:
 class Reward(Actor):
     """Scores completions with one function, in its own process: slow or broken checks hurt nobody else.
 
+    Reported: the seconds that each group took.
+
     fn: the function, or its name as `reward_function` takes it.
     """
 
@@ -86,6 +91,7 @@ class Reward(Actor):
         self.given = fn
 
     def on_start(self) -> None:
+        self._took_s: deque[float] = deque(maxlen=1024)
         self.fn = reward_function(self.given) if isinstance(self.given, str) else self.given
         try:
             inspect.signature(self.fn).bind(None, "")
@@ -116,7 +122,20 @@ class Reward(Actor):
     @max_run_s(PATIENCE_WITH_A_REWARD_S)
     def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
         """One reward a completion. Raises Unrecoverable if the function raises or gives no finite number."""
-        return [self._score_one(prompt, completion) for completion in completions]
+        began = time.monotonic()
+        rewards = [self._score_one(prompt, completion) for completion in completions]
+        self._took_s.append(time.monotonic() - began)
+        return rewards
+
+    def step(self) -> float | None:
+        if len(self._took_s) >= _REPORTED_AT_ONCE:
+            self.on_stop()
+        return None
+
+    def on_stop(self) -> None:
+        if self._took_s:
+            self.report(score_s=list(self._took_s))
+            self._took_s.clear()
 
     def _score_one(self, prompt: Prompt, completion: str) -> float:
         try:

@@ -173,6 +173,7 @@ class RolloutWorker(Actor):
         completion's draws depend on its prompt alone.
         """
         if self._given[:2] != (step, version):
+            self.waits.over()
             self._drop_all()  # of a share that failed half-way
             self._shared = []
             self._receive(self._ask(self.lease, wait=False).result())
@@ -187,6 +188,8 @@ class RolloutWorker(Actor):
                 self._hold()
             self._shared, self._whole = sorted(self._whole, key=lambda one: one.prompt.id), []
             self._given = step, version, [one.group(self._digests, self.worker) for one in self._shared]
+            self._report(self._given[2])
+            self.waits.begin("lease_wait_s")
         return Batch(groups=self._given[2], dropped={}, depth=0)
 
     def _wait_for_others(self) -> None:
@@ -244,23 +247,23 @@ class RolloutWorker(Actor):
                 self.prefetch.hurry()
 
     def _load(self, version: int) -> None:
-        began = time.monotonic()
+        began = self.clock()
         self.version = -1  # until it is proved, whatever goes wrong on the way
         policy, folder = self._fetched(version)
         self.engine.load(policy.version, policy.digest, folder)
         self._loaded = policy, folder
-        self.waits.load_s = time.monotonic() - began
+        self.waits.load_s = self.clock() - began
 
     def _prove(self) -> None:
         """Begin completions under this version from now on. Raises Quarantined if the engine computes another."""
         assert self._loaded is not None
-        began = time.monotonic()
+        began = self.clock()
         policy, folder = self._loaded
         attest(self.engine, folder, self.worker)
         self.version, self._digests[policy.version] = policy.version, policy.digest
         self._loaded = None
         self._published = policy.time
-        self.waits.load_s += time.monotonic() - began
+        self.waits.load_s += self.clock() - began
 
     def _fetched(self, version: int) -> tuple[PolicyVersion, Path]:
         keep: list[int] = [*self.engine.versions, version]
@@ -356,9 +359,9 @@ class RolloutWorker(Actor):
         """One token; turns that have come to their end are judged, those of one group together."""
         if not self.engine.running:
             return
-        began = time.monotonic()
+        began, running = self.clock(), self.engine.running
         finished = self.engine.step()
-        self.waits.sampled(began)
+        self.waits.sampled(began, running)
         if self._published and any(begun.version == self.version for begun in self._sampling.values()):
             self.waits.first_token_s, self._published = time.time() - self._published, 0.0
         ended = dict[OpenGroup, list[Episode]]()
@@ -397,9 +400,7 @@ class RolloutWorker(Actor):
         self._putting += due
         self._whole = late
         if groups:
-            tokens = sum(completion.sampled for group in groups for completion in group.completions)
-            newest = max(group.version for group in groups)
-            self.report(groups=len(groups), tokens=tokens, version=newest, **self.waits.take())
+            self._report(groups)
         for one in [one for one in self._putting if one.put is not None and one.put.done]:
             assert one.put is not None
             self._putting.remove(one)
@@ -407,6 +408,13 @@ class RolloutWorker(Actor):
                 self._delivered[one.prompt.id] = one.lease.number
             else:
                 self._hold_at = self.clock()  # its prompt is to be lent again, and soon
+
+    def _report(self, groups: list[Group]) -> None:
+        lengths = [len(completion.ids) for group in groups for completion in group.completions]
+        tokens = sum(completion.sampled for group in groups for completion in group.completions)
+        newest = max((group.version for group in groups), default=self.version)
+        values = {"groups": len(groups), "tokens": tokens, "version": newest, "lengths": lengths}
+        self.report(**values, **self.waits.take())
 
     def _seed_of(self, prompt: Prompt, sibling: int) -> int:
         """The same completion whichever worker samples it, and when it is sampled again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ class Trainer(Actor):
         max_tokens: int | None = None,
         publish_every: int = 1,
         checkpoint_every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.loss, self.temperature = model, loss, temperature
         self.lora, self.lr = lora, lr
@@ -81,6 +83,7 @@ class Trainer(Actor):
         self.groups, self.prompts, self.weights = groups, prompts, weights
         self.max_staleness, self.max_tokens = max_staleness, max_tokens
         self.publish_every, self.checkpoint_every = publish_every, checkpoint_every
+        self.clock = clock
 
     def on_start(self) -> None:
         self.store = self.weights.open(self.context.run, self.context.folder)
@@ -104,7 +107,7 @@ class Trainer(Actor):
             self.prompts.ask(PromptSource.advance, self.done, self.version, {})
         else:
             self._publish(-1 if head is None else head.version)
-        self.began_waiting = time.monotonic()
+        self.began_waiting = self.clock()
         self.publish_s = 0.0  # of the step before: a step's line is written before its version is published
 
     def _restore_ring(self, ring: _Ring) -> None:
@@ -133,9 +136,9 @@ class Trainer(Actor):
         batch = self._take()
         if not batch.groups:
             return 0.0
-        taken = time.monotonic()
+        taken = self.clock()
         metrics = self.learner.step(batch.groups, version=self.version)
-        trained = time.monotonic()
+        trained = self.clock()
         self.done += 1
         self.successes |= {group.id: _success(group) for group in batch.groups}
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
@@ -143,7 +146,7 @@ class Trainer(Actor):
             self._checkpoint()
         if self.done % self.publish_every == 0 or self.done == self.steps:
             self._publish(self.version)
-        self.began_waiting = time.monotonic()
+        self.began_waiting = self.clock()
         self.publish_s = self.began_waiting - trained
         return 0.0
 
@@ -151,12 +154,14 @@ class Trainer(Actor):
         """The groups of the next step; without groups if stale ones were dropped instead."""
         source = self.groups.within(PATIENCE_S)
         parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
-        groups = sorted((group for part in parts for group in part.groups), key=lambda group: group.id)
-        if groups and len({group.id for group in groups}) != self.batch:
+        # Of a machine that was lost another may have sampled the share, too: the same completions, to be trained once.
+        given = {group.id: group for part in parts for group in part.groups}
+        if given and len(given) != self.batch:
             raise ValueError(
-                f"step {self.done + 1} was given the groups {[group.id for group in groups]} instead of {self.batch} "
-                "different ones: a share was lost or doubled, and the step is made again"
+                f"step {self.done + 1} was given the groups {sorted(given)} instead of {self.batch} different ones: "
+                "a share was lost, and the step is made again"
             )
+        groups = [given[id] for id in sorted(given)]
         return replace(parts[0], groups=groups, depth=sum(part.depth for part in parts))
 
     def _publish(self, newest: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from ..actors import outcome
+from ..actors import forecast, outcome
 from ..actors.buffer import Buffer
 from ..actors.delay import Delay
 from ..actors.engines import Sampling
@@ -28,7 +28,7 @@ from ..runtime import Graph, Strategy
 from ..runtime.recipe import NotNegative
 from ..runtime.store import Store
 
-__all__ = ["Config", "build", "outcome"]
+__all__ = ["Config", "build", "forecast", "outcome"]
 
 
 @dataclass(frozen=True, kw_only=True)

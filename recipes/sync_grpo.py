@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from ..actors import outcome
+from ..actors import forecast, outcome
 from ..actors.delay import Delay
 from ..actors.engines import Sampling
 from ..actors.evaluator import Evaluator, accuracy_function
@@ -22,7 +22,7 @@ from ..actors.trainer import Trainer
 from ..runtime import Graph, Strategy
 from ..runtime.store import Store
 
-__all__ = ["Config", "build", "outcome"]
+__all__ = ["Config", "build", "forecast", "outcome"]
 
 
 @dataclass(frozen=True, kw_only=True)

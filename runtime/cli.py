@@ -1,4 +1,4 @@
-"""The command line: `rolecall run|show|diff|compare|ps|logs|restart|stop|sample|join|token|launch`."""
+"""The command line: `rolecall run` and its siblings; those with many flags are in modules of their own."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from .compare import add_compare_flags, compare
 from .console import Console, actors_table, say, terminal_width
 from .errors import RolecallError, Unrecoverable
+from .forecasts import add_forecast_commands
 from .graph import Graph
 from .launch.commands import add_launch_commands
 from .launch.credentials import TOKEN
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_token_flags(
         with_run(command("token", _token, "write a new token of a run, or change what its tokens are worth"))
     )
+    add_forecast_commands(command)
     launch = commands.add_parser("launch", help="rent machines for a run, or let them join one")
     add_launch_commands(launch)
     return parser

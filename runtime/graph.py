@@ -151,6 +151,11 @@ class Graph:
             role, replicas=replicas, elastic=elastic, restart=restart, python=python
         )
 
+    def recast(self, name: str, actor: type[Actor], **changed: Any) -> None:
+        """Let another class, with these arguments changed, play a role: the same wiring round other parts."""
+        role = self._roles[name]
+        self._roles[name] = replace(role, actor=actor, kwargs=role.kwargs | changed)
+
     def supervise(
         self,
         *refs: Ref[Any],

@@ -7,21 +7,21 @@ until they are handled, and gives them again to the receiver's next incarnation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, msgpack
 
-from .baton import Strand
+from .baton import Strand, Turns
 from .child import STATES
 from .control import DeadLetter, Ending, FromActor, Hello, Member, Ready, Report, page_path
 from .errors import ActorDied, ActorStopped, AskTimeout, DeadlockError
 from .files import write_whole
 from .mailbox import Incoming, Mailbox
 from .members import Members
-from .page import Fate, Page
+from .page import SENDERS, Fate, Page
 from .peer import Answers, Pending
 from .process import Life, Spec
 from .ref import Call, bind_transport, only_one
@@ -36,8 +36,14 @@ _from_actor = msgpack.Decoder(FromActor)
 
 @dataclass(eq=False)
 class Place(Slot):
-    """One actor's place in the run. life: its newest incarnation. kill_at: until when it may take to stop."""
+    """One actor's place in the run.
 
+    number: in the order of turns. senders: how many actors are wired to it. life: its newest incarnation.
+    kill_at: until when it may take to stop.
+    """
+
+    number: int = 0
+    senders: int = 0
     incarnation: int = 0
     kill_at: float = NEVER
     life: Incarnation | None = None
@@ -54,21 +60,34 @@ class Place(Slot):
 
 @dataclass
 class Exchange:
-    """What the actors of a run share. now: virtual seconds since the start. pages: the folder of their pages."""
+    """What the actors of a run share. now: virtual seconds since the start. pages: the folder of their pages.
+
+    changed: whether anybody's state has changed since the supervision last looked.
+    running: whose turn it is. next_turn: (who has just begun to wait) -> whose turn is next, if that can be said
+    without the supervision: to hand over to him directly, or not at all if it is oneself, takes half the time or none.
+    """
 
     run_id: str
     folder: Path
     pages: Path
     places: dict[str, Place]
+    turns: Turns
+    next_turn: Callable[[Incarnation], Incarnation | None]
+    running: Incarnation | None = None
     now: float = 0.0
+    changed: bool = True
     reports: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     dead_letters: list[tuple[str, str, str]] = field(default_factory=list)
 
     def announce(self, changed: Place) -> None:
         """Everybody who lives hears how this one is now."""
+        member, self.changed = changed.member, True
         for place in self.places.values():
             if place.alive is not None:
-                place.alive.meet(changed.member)
+                place.alive.meet(member)
+
+    def page(self, name: str) -> Page:
+        return Page(self.page_path(name), times=1 + self.places[name].senders // SENDERS)
 
     def page_path(self, name: str) -> Path:
         return page_path(self.pages, name)
@@ -91,7 +110,7 @@ class Incarnation:
         self.exchange, self.place = exchange, place
         self.name, self.incarnation = place.name, place.incarnation
         self.mailbox = Mailbox()
-        self.page = Page(exchange.page_path(self.name))
+        self.page = exchange.page(self.name)
         self.page.recover()
         self.members = Members()
         self.downs = self.members.downs
@@ -105,6 +124,7 @@ class Incarnation:
         self._unhandled: defaultdict[str, dict[int, _Sent]] = defaultdict(dict)  # by receiver and seq
         self._seq = 0
         self.strand = Strand(self.name, self._body, self._keep_page)
+        self.stir()
 
     def _body(self) -> None:
         role, exchange = self.place.role, self.exchange
@@ -125,13 +145,29 @@ class Incarnation:
     def can_go(self) -> bool:
         return self.strand.can_go(self.exchange.now)
 
+    def stir(self) -> None:
+        """What it waits for may have come: whoever changes something in here says so."""
+        self.exchange.turns.stir(self.place.number)
+
     def go_on(self) -> None:
-        bind_transport(self)
+        self._begin_turn()
         self.strand.go_on()
+
+    def _begin_turn(self) -> None:
+        self.exchange.running = self
+        bind_transport(self)
 
     def kill(self) -> None:
         bind_transport(self)
         self.strand.kill()
+
+    def _pause(self, may_go: Callable[[], bool], until: float) -> None:
+        self.strand.wait_for(may_go, until)
+        other = self.exchange.next_turn(self)
+        if other is not None:
+            other._begin_turn()
+        if other is not self:
+            self.strand.hand_over(None if other is None else other.strand)
 
     # --- sending -----------------------------------------------------------------------------------------
 
@@ -186,6 +222,7 @@ class Incarnation:
         receiver = self.exchange.places[name].life
         assert receiver is not None
         receiver.mailbox.put(Incoming(sent.header, sent.body, sent.buffers, self))
+        receiver.stir()
 
     def replicas(self, name: str) -> Sequence[str]:
         return self.members.replicas.get(name, [name])
@@ -202,7 +239,7 @@ class Incarnation:
                 return
             method = self._unhandled[pending.name][pending.seq].header.method
             self.asking = f"{pending.name}.{method}"
-            self.strand.pause(lambda: pending.done or self.stopping, pending.deadline)
+            self._pause(lambda: pending.done or self.stopping, pending.deadline)
             self.asking = ""
 
     def _time_out(self, pending: Pending) -> None:
@@ -228,6 +265,8 @@ class Incarnation:
                 self._fail(member)
             case _:
                 pass
+        if member.state != "up" or self.downs:
+            self.stir()
 
     def _lose(self, member: Member) -> None:
         """It died: an ask that had begun and must not run twice ends here; the rest waits for the next."""
@@ -252,7 +291,7 @@ class Incarnation:
         unhandled = list(self._unhandled[name].values())
         if not unhandled:
             return []
-        page = Page(self.exchange.page_path(name))
+        page = self.exchange.page(name)
         return [(sent, page.fate(self.incarnation, sent.header.seq)) for sent in unhandled]
 
     # --- LifeSupport -------------------------------------------------------------------------------------
@@ -266,7 +305,7 @@ class Incarnation:
     def wait(self, timeout_s: float | None) -> None:
         until = NEVER if timeout_s is None else self.exchange.now + timeout_s
         until = min([until, *(pending.deadline for pending in self.answers.waiting)])
-        self.strand.pause(
+        self._pause(
             lambda: (
                 self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
             ),
@@ -276,7 +315,7 @@ class Incarnation:
         self._forget_the_dead()
 
     def wait_for_stop(self, timeout_s: float) -> None:
-        self.strand.pause(lambda: self.stopping, self.exchange.now + timeout_s)
+        self._pause(lambda: self.stopping, self.exchange.now + timeout_s)
 
     def _forget_the_dead(self) -> None:
         if self.members.news:
@@ -285,14 +324,18 @@ class Incarnation:
             for sender in self.page.senders - alive:
                 self.page.forget(sender)
 
+    def spend(self, seconds: float) -> None:
+        """Be busy for so long."""
+        self._pause(lambda: False, self.exchange.now + seconds)
+
     def breathe(self) -> None:
         """Between two messages of many: everybody else's turn."""
-        self.strand.pause(lambda: True, self.exchange.now)
+        self._pause(lambda: True, self.exchange.now)
 
     def settle(self, timeout_s: float) -> None:
         until = self.exchange.now + timeout_s
         while self._told() and self.exchange.now < until:
-            self.strand.pause(lambda: not self._told(), until)
+            self._pause(lambda: not self._told(), until)
         reason = f"{self.name} ended before it heard that this was handled"
         self.dead_letters += [(name, sent.header.method, reason) for name, sent in self._told()]
 
@@ -303,6 +346,7 @@ class Incarnation:
     def handled(self, message: Incoming) -> None:
         self.strand.check()
         message.route._unhandled[self.name].pop(message.header.seq, None)
+        message.route.stir()
 
     def answer(self, message: Incoming, kind: Kind, value: Any) -> None:
         self.strand.check()
@@ -310,6 +354,7 @@ class Incarnation:
         sent = message.route._unhandled[self.name].pop(message.header.seq, None)
         if sent is not None:  # otherwise its asker waits no more
             sent.pending.answer(kind, body, buffers)
+            message.route.stir()
 
     def to_supervisor(self, frame: bytes) -> None:
         self.strand.check()

@@ -23,7 +23,7 @@ class Members:
         self.by_name: dict[str, Member] = {}
         self.downs: deque[Down] = deque()
         self.news = False  # since somebody last set it to False
-        self.replicas: dict[str, list[str]] = {}
+        self._replicas: dict[str, list[str]] | None = None  # None: to be made from by_name
         self._picked: dict[str, str] = {}  # of each role, whom `pick` gave last
         self._watched: set[str] = set()  # names that were asked for, of roles or replicas
         self._ended: dict[str, int] = {}  # of each watched name, the last incarnation whose end was told
@@ -39,8 +39,14 @@ class Members:
                 if before is not None and before.incarnation != member.incarnation:
                     self._end(before, member.reason, final=False)
                 self._look_at(member)
-        self.replicas = by_role(list(self.by_name.values()))
+        self._replicas = None
         self.news = True
+
+    @property
+    def replicas(self) -> dict[str, list[str]]:
+        if self._replicas is None:
+            self._replicas = by_role(list(self.by_name.values()))
+        return self._replicas
 
     def place(self, name: str) -> int:
         """Its place in the order of the membership, which is the supervisor's, too; -1: it has none on a page."""

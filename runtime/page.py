@@ -35,9 +35,6 @@ _SENDER, _SEQ, _SINCE, _TRY = range(4)
 _UNTIL, _LOST = 4, 5
 _INTERRUPTED = 6
 _SENDERS = _INTERRUPTED + 3 * INTERRUPTED
-_ASIDE = _SENDERS + 2 * SENDERS
-_RECEIVERS = _ASIDE + 2 * ASIDE
-_WORDS = _RECEIVERS + 2 * RECEIVERS
 
 
 class Memory(Struct, frozen=True, array_like=True):
@@ -58,20 +55,28 @@ class Fate(Enum):
 
 
 class Page:
-    """One actor's page, backed by a file so that the next incarnation, senders and the supervisor can open it."""
+    """One actor's page, backed by a file so that the next incarnation, senders and the supervisor can open it.
 
-    def __init__(self, path: Path) -> None:
+    times: how many times SENDERS and ASIDE there is room for, the same whenever this page is opened; more than once
+    only where more actors share a process than a machine would run.
+    """
+
+    def __init__(self, path: Path, times: int = 1) -> None:
+        self._aside_at = _SENDERS + 2 * SENDERS * times
+        self._receivers_at = self._aside_at + 2 * ASIDE * times
+        self._end = self._receivers_at + 2 * RECEIVERS
+        self._room = f"{SENDERS * times} actors", f"{ASIDE * times} messages"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, 8 * _WORDS)
-            self._words = memoryview(mmap.mmap(fd, 8 * _WORDS)).cast("Q")
+            os.ftruncate(fd, 8 * self._end)
+            self._words = memoryview(mmap.mmap(fd, 8 * self._end)).cast("Q")
         finally:
             os.close(fd)
         words = self._words
-        self._slots = {words[i]: i for i in range(_SENDERS, _ASIDE, 2) if words[i]}
+        self._slots = {words[i]: i for i in range(_SENDERS, self._aside_at, 2) if words[i]}
         self._interrupted = self._entries(range(_INTERRUPTED, _SENDERS, 3))
-        self._aside = self._entries(range(_ASIDE, _RECEIVERS, 2))
-        self._free = [i for i in range(_RECEIVERS - 2, _ASIDE - 2, -2) if not words[i + 1]]
+        self._aside = self._entries(range(self._aside_at, self._receivers_at, 2))
+        self._free = [i for i in range(self._receivers_at - 2, self._aside_at - 2, -2) if not words[i + 1]]
 
     def _entries(self, places: range) -> dict[tuple[int, int], int]:
         return {(self._words[i], self._words[i + 1]): i for i in places if self._words[i + 1]}
@@ -113,7 +118,7 @@ class Page:
         """The handler raised NotYet: the message has changed nothing and will be tried again."""
         if (sender, seq) not in self._aside:
             if not self._free:
-                raise OverflowError(f"more than {ASIDE} messages wait for this actor's state to change")
+                raise OverflowError(f"more than {self._room[1]} wait for this actor's state to change")
             at = self._aside[sender, seq] = self._free.pop()
             self._words[at] = sender
             self._words[at + 1] = seq
@@ -135,7 +140,7 @@ class Page:
             words[at + 1] = seq
             self._interrupted[sender, seq] = at
         words[_SEQ] = words[_UNTIL] = 0
-        for at in range(_RECEIVERS, _WORDS):
+        for at in range(self._receivers_at, self._end):
             words[at] = 0  # what the last incarnation sent, it waits for no more
 
     def _place_for_interrupted(self) -> int:
@@ -179,13 +184,13 @@ class Page:
 
     def note_sent(self, receiver: int, messages: int, oldest_ns: int) -> None:
         """What waits with this receiver, by its place in the membership, and when the oldest of it was sent."""
-        at = _RECEIVERS + 2 * receiver
+        at = self._receivers_at + 2 * receiver
         self._words[at] = messages
         self._words[at + 1] = oldest_ns
 
     def sent(self, receiver: int) -> tuple[int, int]:
         """As `note_sent` left it."""
-        at = _RECEIVERS + 2 * receiver
+        at = self._receivers_at + 2 * receiver
         return self._words[at], self._words[at + 1]
 
     @property
@@ -232,9 +237,9 @@ class Page:
 
     def _new_slot(self, sender: int) -> int:
         used = set(self._slots.values())
-        slot = next((i for i in range(_SENDERS, _ASIDE, 2) if i not in used), None)
+        slot = next((i for i in range(_SENDERS, self._aside_at, 2) if i not in used), None)
         if slot is None:
-            raise OverflowError(f"more than {SENDERS} actors have sent to this one")
+            raise OverflowError(f"more than {self._room[0]} have sent to this one")
         self._words[slot + 1] = 0
         self._words[slot] = sender
         self._slots[sender] = slot

@@ -30,6 +30,9 @@ FLAGS = {
     "sample": ["--runs"],
     "join": ["--ca", "--engine", "--engine-python", "--gpus", "--runs", "--token-file", "--workers"],
     "token": ["--expires", "--grace", "--revoke", "--rotate", "--runs", "--scope"],
+    "profile": ["--output", "--runs"],
+    "simulate": ["--away", "--json", "--preempt", "--profile", "--seed", "--set", "--steps", "--workers"],
+    "plan": ["--groups", "--json", "--prices", "--profile"],
     "launch": [],  # its own commands are in test_launch.py
 }
 RESULT = {

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from rolecall import Actor, ActorStopped, DeadlockError, Finished, Graph, NotYet, Ref
 from rolecall.runtime.recipe import configure, load_recipe
-from rolecall.runtime.testing import LocalRun
+from rolecall.runtime.testing import LocalRun, spend, virtual_clock
 
+from .fakes import fake_ring
 from .processes import GRAPHS
 
 pytestmark = pytest.mark.timeout(30)
@@ -361,3 +362,53 @@ def test_a_handler_knows_who_has_sent_its_message(tmp_path: Path):
     heard = {("on_start", ""), ("step", ""), ("told", "first"), ("asked", "first"), ("told", "second"),
              ("asked", "second")}  # fmt: skip
     assert set(at_home.heard) == heard
+
+
+def test_who_hands_over_to_whom_is_what_rounds_would_come_to(tmp_path: Path):
+    """Where somebody may be killed between two turns, each is chosen by going round; otherwise not, to be faster."""
+    runs: list[LocalRun] = []
+    for staleness in (2, None):
+        for kill in (None, lambda run: []):
+            graph = fake_ring(steps=4, batch=4, max_staleness=staleness)
+            runs.append(LocalRun(graph, folder=tmp_path / str(len(runs)), kill=kill))
+    for run in runs:
+        run.run()
+    assert runs[0].turns == runs[1].turns and runs[2].turns == runs[3].turns
+    assert runs[0].reports.keys() == runs[1].reports.keys()
+
+
+class Busy(Actor):
+    """Its step takes 3 s, in which it hears nothing."""
+
+    def on_start(self) -> None:
+        self.heard: list[float] = []
+
+    def hello(self) -> None:
+        self.heard.append(virtual_clock())
+
+    def step(self) -> float | None:
+        if virtual_clock() >= 9.0:
+            raise Finished
+        spend(3.0)
+        return 0.0
+
+
+class Greeter(Actor):
+    def __init__(self, *, busy: Ref[Busy]) -> None:
+        self.busy = busy
+
+    def step(self) -> float | None:
+        self.busy.tell(Busy.hello)
+        return 2.0
+
+
+def test_who_spends_time_is_busy_while_others_go_on(tmp_path: Path):
+    graph = Graph("busy")
+    busy = graph.add("busy", Busy)
+    graph.add("greeter", Greeter, busy=busy)
+    graph.until(busy)
+    run = LocalRun(graph, folder=tmp_path)
+    run.run()
+    assert run.now == 9.0
+    actor = run.actor("busy")
+    assert isinstance(actor, Busy) and actor.heard == [3.0, 3.0, 6.0, 6.0, 9.0]

@@ -155,6 +155,19 @@ def test_another_loss(tmp_path: Path):
     assert all("kl_ref" in line for line in lines(metrics))
 
 
+def test_a_run_is_foreseen(tmp_path: Path):
+    _run(["run", "async_grpo", *FEW_PROBLEMS, "--set", "steps=5"], tmp_path)
+    (run,) = tmp_path.glob("runs/*")
+    measured = _run(
+        [argument.replace("RUN", run.name) for argument in _arguments("rolecall profile")], tmp_path
+    )
+    assert "tokens" in measured and (tmp_path / "profile.json").exists()
+    predicted = _run([*_arguments("rolecall simulate"), "--steps", "3"], tmp_path)
+    assert "3 steps with 64 workers" in predicted and "GPU-hours: rollout" in predicted
+    planned = _run(_arguments("rolecall plan"), tmp_path)
+    assert "ASSUMED" in planned and "what asynchrony alone saves" in planned
+
+
 def test_files_of_ones_own(tmp_path: Path):
     for kind, body in BLOCKS:
         if kind == "python":
