@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..runtime.charts import Line
 from ..runtime.runs import RunFolder
 
-__all__ = ["Measures", "band", "reached_s", "running_mean"]
+__all__ = ["Measures", "band", "bottleneck", "reached_s", "rollout_wait_share", "running_mean"]
 
 Curve = list[tuple[float, float]]
 
@@ -72,7 +72,7 @@ class Measures(Struct, frozen=True, kw_only=True):
             trainer_waits=[line["perf/rollout_wait_s"] / max(line["perf/step_s"], 1e-9) for line in lines],
             staleness_max=max((line["staleness/max"] for line in lines), default=0),
             trainer_wait_share=sum(line["perf/rollout_wait_s"] for line in later) / worked if worked else 0.0,
-            rollout_wait_share=_rollout_wait_share([e["values"] for e in events if e["event"] == "report"]),
+            rollout_wait_share=rollout_wait_share([e["values"] for e in events if e["event"] == "report"]),
             restarts=sum(e["event"] == "death" and e["restart_in_s"] is not None for e in events),
             dropped=sum(lines[-1]["dropped"].values()) if lines else 0,
         )
@@ -96,11 +96,19 @@ class Measures(Struct, frozen=True, kw_only=True):
         return (last - first) / max(last_s - first_s, 1e-9)
 
 
-def _rollout_wait_share(reports: Sequence[dict[str, float]]) -> float | None:
+def rollout_wait_share(reports: Sequence[dict[str, float]]) -> float | None:
+    """The share of their time that the workers waited, by what they reported of it; None if they did not."""
     rounds = [values for values in reports if "lease_wait_s" in values]
     waited = sum(values["lease_wait_s"] + values["put_wait_s"] for values in rounds)
     whole = waited + sum(values["sample_s"] for values in rounds)
     return waited / whole if whole else None
+
+
+def bottleneck(trainer_waits: float, workers_wait: float) -> str:
+    """Who is waited for: "trainer-bound", "rollout-bound" or "balanced". Both are shares of their time."""
+    if trainer_waits > workers_wait + 0.1:
+        return "rollout-bound"
+    return "trainer-bound" if workers_wait > trainer_waits + 0.1 else "balanced"
 
 
 def reached_s(measures: Measures, target: float) -> float | None:

@@ -15,6 +15,7 @@ from ..runtime.errors import Unrecoverable
 from ..runtime.runs import RunFolder
 from ..runtime.store import Store
 from . import compare
+from .measures import bottleneck, rollout_wait_share
 from .types import Prompt
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def report(run: RunFolder, *, now: Callable[[], float] = time.time) -> dict[str,
 
     wall_s and first_step_s: seconds from the start of the command, to this result and to the first optimizer
     step. now: seconds since 1970. trainer_wait_share: the share of its time the
-    trainer waited for groups, the first step apart, which waits for everybody to start.
+    trainer waited for groups, the first step apart, which waits for everybody to start. bottleneck: see `bottleneck`.
     """
     from .curves import draw
 
@@ -67,10 +68,13 @@ def report(run: RunFolder, *, now: Callable[[], float] = time.time) -> dict[str,
     head = versions.head()
     assert head is not None, "a run that finished has published"
     shutil.copytree(versions.fetch(head.version), adapter, dirs_exist_ok=True)
-    draw(run.path / "curves.png", steps, evaluations, run.lines("events.jsonl"), started=info.started)
     later = steps[1:]
+    events = run.lines("events.jsonl")
+    workers_wait = rollout_wait_share([event["values"] for event in events if event["event"] == "report"])
     waited = sum(step["perf/rollout_wait_s"] for step in later)
     worked = sum(step["perf/step_s"] for step in later)
+    draw(run.path / "curves.png", steps, evaluations, events, started=info.started)
+    wait_share = waited / worked if worked else 0.0
     return {
         "steps": len(steps),
         "accuracy_before": evaluations[0]["accuracy"],
@@ -80,7 +84,8 @@ def report(run: RunFolder, *, now: Callable[[], float] = time.time) -> dict[str,
         "adapter": str(adapter),
         "groups_trained": sum(len(step["groups"]) for step in steps),
         "groups_dropped": steps[-1]["dropped"],
-        "trainer_wait_share": round(waited / worked, 4) if worked else 0.0,
+        "trainer_wait_share": round(wait_share, 4),
+        "bottleneck": bottleneck(wait_share, workers_wait or 0.0),
     }
 
 
@@ -95,7 +100,7 @@ def describe(run: RunFolder, result: Mapping[str, Any]) -> str:
             f"{result['restarts']} restarts",
             f"groups trained: {result['groups_trained']}; dropped: "
             + (", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none")
-            + f"; the trainer waited {result['trainer_wait_share']:.0%} of its time",
+            + f"; the trainer waited {result['trainer_wait_share']:.0%} of its time: {result['bottleneck']}",
             f"  adapter  {result['adapter']}",
             f"  metrics  {run.path / 'metrics.jsonl'}",
             f"  logs     {run.path / 'logs'}",

@@ -18,6 +18,7 @@ from ..runtime import Graph
 from ..runtime.errors import Unrecoverable
 from ..runtime.testing import LocalRun
 from .canary import CANARY
+from .measures import bottleneck
 from .profile import Profile
 from .rollout import RolloutWorker
 from .simulated import CANARY_OF_ALL, World, recast
@@ -139,7 +140,7 @@ def _prediction(run: LocalRun, world: World, workers: Sequence[str], trainer: st
         staleness_max=max(step["staleness/max"] for step in steps),
         dropped=dict(steps[-1]["dropped"]),
         shares=shares,
-        bottleneck=_bottleneck(wait_share, idle),
+        bottleneck=bottleneck(wait_share, idle),
         gpu_h={"rollout": len(workers) * wall_s / 3600, "trainer": wall_s / 3600},
         lost=lost,
     )
@@ -149,9 +150,3 @@ def _shares(spent: Sequence[Mapping[str, float]], total_s: float) -> dict[str, f
     kinds = sorted({kind for one in spent for kind in one})
     shares = {kind: sum(one.get(kind, 0.0) for one in spent) / total_s for kind in kinds}
     return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
-
-
-def _bottleneck(trainer_waits: float, workers_wait: float) -> str:
-    if trainer_waits > workers_wait + 0.1:
-        return "rollout-bound"
-    return "trainer-bound" if workers_wait > trainer_waits + 0.1 else "balanced"

@@ -37,7 +37,7 @@ FLAGS = {
 }
 RESULT = {
     "recipe", "steps", "accuracy_before", "accuracy_after", "wall_s", "first_step_s", "adapter", "restarts",
-    "groups_trained", "groups_dropped", "trainer_wait_share",
+    "groups_trained", "groups_dropped", "trainer_wait_share", "bottleneck",
 }  # fmt: skip
 
 

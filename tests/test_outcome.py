@@ -54,6 +54,7 @@ def test_the_result(finished: tuple[LocalRun, RunFolder]):
     assert (result["first_step_s"], result["wall_s"]) == (2.5, 12.5)
     assert (result["groups_trained"], result["groups_dropped"]) == (20, {})
     assert 0.0 <= result["trainer_wait_share"] <= 1.0
+    assert result["bottleneck"] in ("trainer-bound", "rollout-bound", "balanced")
     assert sorted(path.name for path in Path(result["adapter"]).iterdir()) == ["adapter.bin", "canary.json"]
     assert (run.path / "curves.png").read_bytes().startswith(PNG)
     outcome.report(run)  # again: the adapter's folder is there already
@@ -64,11 +65,14 @@ def test_the_result_for_people(finished: tuple[LocalRun, RunFolder]):
     result: dict[str, Any] = {
         "steps": 5, "accuracy_before": 0.25, "accuracy_after": 0.875, "wall_s": 31.4, "first_step_s": 6.2,
         "restarts": 1, "adapter": "/runs/x/adapter", "groups_trained": 20,
-        "groups_dropped": {"stale": 3, "duplicate": 1}, "trainer_wait_share": 0.125,
+        "groups_dropped": {"stale": 3, "duplicate": 1}, "trainer_wait_share": 0.125, "bottleneck": "balanced",
     }  # fmt: skip
     text = outcome.describe(run, result).splitlines()
     assert text[0] == "held-out accuracy 0.25 → 0.88 in 5 steps, 31 s (first step after 6 s), 1 restarts"
-    assert text[1] == "groups trained: 20; dropped: 3 stale, 1 duplicate; the trainer waited 12% of its time"
+    assert (
+        text[1]
+        == "groups trained: 20; dropped: 3 stale, 1 duplicate; the trainer waited 12% of its time: balanced"
+    )
     assert "  adapter  /runs/x/adapter" in text
     assert text[-1].startswith(f"try it: rolecall sample {run.path} ")
     assert "dropped: none;" in outcome.describe(run, result | {"groups_dropped": {}})
