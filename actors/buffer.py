@@ -41,7 +41,7 @@ class GroupSource(Protocol):
 
     @idempotent
     def restore(self, state: bytes) -> None:
-        """Go on from a snapshot, unless it is of a time that this one remembers."""
+        """Go on from a snapshot: another folder's, or one of a time when this one was not in use."""
         ...
 
 
@@ -120,10 +120,8 @@ class Buffer(Actor):
 
     @idempotent
     def restore(self, state: bytes) -> None:
-        """Go on from a snapshot, if steps were given groups since what this one remembers."""
+        """Go on from a snapshot, whatever is known here."""
         saved = msgspec.msgpack.decode(state, type=_Snapshot)
-        if saved.record.newest <= self.record.newest:
-            return
         early = self._waiting  # put here by a worker that outlived the machine the snapshot is of
         self.record = saved.record
         self._place(early | {group.id: group for group in saved.groups})

@@ -15,6 +15,7 @@ __all__ = ["Curriculum"]
 
 WEIGHT = 0.5  # of a row's newest success rate in what is remembered of it
 LEAST = 0.1  # chance of a row that was always or never solved: it may have become worth it
+REMEMBERED = 200_000  # rows, of a data set without an end
 KEPT = 10_000  # trained prompts whose rows are remembered, for a trainer that goes back to a checkpoint
 MOST_SKIPPED = 50  # rows in a row, before one is taken whatever it is
 
@@ -57,6 +58,8 @@ class Curriculum:
             before = state.rates.get(key, rate)
             state.rates[key] = before + WEIGHT * (rate - before)
             state.trained.append(id)
+        for key in list(state.rates)[: max(0, len(state.rates) - REMEMBERED)]:
+            del state.rates[key]
         for id in state.trained[:-KEPT]:
             state.rows.pop(id, None)
         del state.trained[:-KEPT]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..runtime.errors import Unrecoverable
 from .advantages import refuse_unless_finite
-from .attention import backend_for
+from .attention import BLOCK, backend_for
 from .canary import Canary, canary_tokens
 from .flops import peak_flops, step_flops
 from .logprobs import attention_window, logprobs, parts, recompute_layers, refuse_unless_packable
@@ -40,6 +40,12 @@ BAD_STEPS_IN_A_ROW = 3
 ROW_TOKENS, ROW_TOKENS_JOINED = 4096, 16384
 
 
+def _longest(groups: Sequence[Group]) -> int:
+    """Tokens of the longest prompt with a completion, in whole blocks."""
+    lengths = [len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions]
+    return BLOCK * -(-max(lengths, default=0) // BLOCK)
+
+
 class Learner:
     """The policy under training: a frozen base model, its LoRA adapter, and AdamW.
 
@@ -47,8 +53,8 @@ class Learner:
                    mask; tried here on a few tokens: Unrecoverable if not.
     temperature:   the one the completions were sampled at; logits are divided by it.
     max_tokens:    the most tokens a completion may have; a loss averaged by "dr" divides by it.
-    row_tokens:    places a micro-batch may hold, padding included; a prompt plus a completion must fit. By default
-                   4,096, or 16,384 on a GPU.
+    row_tokens:    places a micro-batch may hold, padding included, or what the longest prompt with its completion
+                   needs, if that is more. By default 4,096, or 16,384 on a GPU.
     max_grad_norm: gradients of a larger 2-norm are scaled down to it.
     device:        a torch device; None for the best there is. The base model is float32 on "cpu", else bfloat16.
 
@@ -119,7 +125,7 @@ class Learner:
         with another model makes, is left out and counted in `foreign_groups`: it can't stop the run. A loss
         or gradient that is not finite skips the step: `skipped` is 1, and these two metrics say NaN or
         infinity. Raises Unrecoverable after three of those in a row, on a reward that is not finite, and on a
-        completion too long for a row or for the model's attention window.
+        completion too long for the model's attention window.
         """
         self._check_lengths(groups)
         _check_rewards(groups)
@@ -128,7 +134,7 @@ class Learner:
         packed = pack(
             own,
             advantages,
-            row_tokens=self._row_tokens,
+            row_tokens=max(self._row_tokens, _longest(own)),
             joined=self._joined,
             mask_truncated=self._loss.mask_truncated,
             keep_zeros=self._loss.trains_equal_groups,

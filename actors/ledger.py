@@ -111,8 +111,8 @@ class Ledger:
         self.returned.add(id)
 
     def start_afresh(self, next: int) -> None:
-        """Whatever was under way: all prompts from this one on are to be lent."""
-        for id in (*self.loans, *self.returned):
+        """Whatever was under way: all prompts from this one on are to be lent, and those returned before it."""
+        for id in (*self.loans, *(id for id in self.returned if id >= next)):
             self._take(id)
         self.next = next
 

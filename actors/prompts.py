@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from ..runtime import Actor, Down, NotYet, Ref, idempotent
+from ..runtime.files import start_of
 from .curriculum import Curriculum
 from .data import load_dataset
 from .ledger import Heard, Ledger, Loan
@@ -96,6 +97,7 @@ class PromptSource(Actor):
             file = self.state_folder / "curriculum.json"
             self.rows = self.curriculum = Curriculum(self.rows, file, seed=self.seed)
         self.ledger = Ledger(self.state_folder / "ledger.jsonl")
+        self._forget_who_was_before()
         for loan in self.ledger.loans.values():
             loan.since = self.clock()  # the clock may be another machine's
         self._look_at = self.clock() + self.lease_s
@@ -105,6 +107,15 @@ class PromptSource(Actor):
         for name, heard in self.ledger.workers.items():
             if heard.actor:
                 Ref(name).watch()
+
+    def _forget_who_was_before(self) -> None:
+        """The run's own workers of an earlier start of it: nobody may have their names now, to die or to ask."""
+        start = start_of(self.context.incarnation)
+        for name, heard in list(self.ledger.workers.items()):
+            if heard.actor and "/" not in name and start_of(heard.incarnation) < start:
+                for id in list(self.ledger.held_by(name)):
+                    self.ledger.take_back(id)
+                self.ledger.forget(name)
 
     @idempotent
     def next(
@@ -187,6 +198,8 @@ class PromptSource(Actor):
         if self.curriculum is not None:
             self.curriculum.learn(successes)
             self.curriculum.plan(self._last_step(step) * self.groups_per_step)
+        for id in successes:
+            ledger.deliver(id)  # its worker may not have said so yet
         if self.max_staleness == 0 and version > ledger.version:
             ledger.start_afresh(step * self.groups_per_step)
         ledger.step, ledger.version = step, version
@@ -203,14 +216,13 @@ class PromptSource(Actor):
 
     @idempotent
     def restore(self, state: bytes) -> None:
-        """Go on from a snapshot, if nothing was lent here yet. What was on loan is lent anew."""
+        """Go on from a snapshot, whatever is known here. What was on loan is lent anew."""
         ledger = self.ledger
-        if ledger.version >= 0:
-            return
         saved = msgspec.msgpack.decode(state, type=_Snapshot)
         if self.curriculum is not None and saved.curriculum:
             self.curriculum.restore(saved.curriculum)
-        ledger.next, ledger.leases = saved.next, max(saved.leases, ledger.leases)
+        ledger.start_afresh(saved.next)
+        ledger.leases = max(saved.leases, ledger.leases)
         for id in saved.unfinished:
             ledger.take_back(id)
         ledger.save()

@@ -8,7 +8,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
@@ -91,7 +91,6 @@ class Reward(Actor):
         self.given = fn
 
     def on_start(self) -> None:
-        self._took_s: deque[float] = deque(maxlen=1024)
         self.fn = reward_function(self.given) if isinstance(self.given, str) else self.given
         try:
             inspect.signature(self.fn).bind(None, "")
@@ -101,6 +100,10 @@ class Reward(Actor):
                 f"{error}",
                 exit_code=2,
             ) from error
+
+    @cached_property
+    def _took_s(self) -> deque[float]:
+        return deque(maxlen=1024)
 
     @property
     def _name(self) -> str:
@@ -115,17 +118,16 @@ class Reward(Actor):
     @max_run_s(PATIENCE_WITH_A_REWARD_S)
     def respond(self, prompt: Prompt, transcripts: Sequence[Sequence[str]]) -> list[Turn]:
         """A reward for each completion, which ends with its first turn. Raises as `score` does."""
+        began = time.monotonic()
         scores = self.score(prompt, ["".join(turns) for turns in transcripts])
+        self._took_s.append(time.monotonic() - began)
         return [Turn(reward=score, done=True) for score in scores]
 
     @idempotent
     @max_run_s(PATIENCE_WITH_A_REWARD_S)
     def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
         """One reward a completion. Raises Unrecoverable if the function raises or gives no finite number."""
-        began = time.monotonic()
-        rewards = [self._score_one(prompt, completion) for completion in completions]
-        self._took_s.append(time.monotonic() - began)
-        return rewards
+        return [self._score_one(prompt, completion) for completion in completions]
 
     def step(self) -> float | None:
         if len(self._took_s) >= _REPORTED_AT_ONCE:

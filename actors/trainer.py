@@ -30,11 +30,13 @@ RING = "ring.msgpack"
 
 
 class _Ring(msgspec.Struct):
-    """What a checkpoint holds besides the learner's state: snapshots, and all lines of metrics.jsonl."""
+    """What a checkpoint holds besides the learner's state: snapshots, all lines of metrics.jsonl, and what the prompt
+    source is to hear with the next version."""
 
     prompts: bytes
     groups: bytes
     metrics: bytes
+    successes: dict[int, float]
 
 
 class Trainer(Actor):
@@ -104,7 +106,8 @@ class Trainer(Actor):
         head = self.store.head()
         if head is not None and head.step == self.done:
             self.version = head.version
-            self.prompts.ask(PromptSource.advance, self.done, self.version, {})
+            self.prompts.ask(PromptSource.advance, self.done, self.version, self.successes)
+            self.successes = {}
         else:
             self._publish(-1 if head is None else head.version)
         self.began_waiting = self.clock()
@@ -112,10 +115,13 @@ class Trainer(Actor):
 
     def _restore_ring(self, ring: _Ring) -> None:
         """If this folder is not the one the checkpoint was made in: what the others, too, need to go on."""
-        if not self.metrics_file.exists():
-            self.metrics_file.write_bytes(ring.metrics)
-        self.prompts.ask(PromptSource.restore, ring.prompts)
-        self.groups.ask_each(GroupSource.restore, ring.groups)
+        self.successes = ring.successes
+        if _last_step(self.metrics_file) < self.done:  # a line is written before its checkpoint
+            self.prompts.ask(PromptSource.restore, ring.prompts)
+            self.groups.ask_each(GroupSource.restore, ring.groups)
+            write_whole(
+                self.metrics_file, ring.metrics
+            )  # last: should this one be killed, it is all done again
 
     def _load_learner(self) -> Learner:
         from .learner import Learner
@@ -185,6 +191,7 @@ class Trainer(Actor):
             prompts=self.prompts.ask(PromptSource.snapshot),
             groups=self.groups.ask_each(GroupSource.snapshot)[0],
             metrics=self.metrics_file.read_bytes(),
+            successes=self.successes,
         )
         files = self.learner.state() | {RING: msgspec.msgpack.encode(ring)}
         self.store.save_checkpoint(files, step=self.done, epoch=self.epoch)
@@ -221,7 +228,7 @@ class Trainer(Actor):
         self, batch: Batch, metrics: dict[str, float], step_s: float, fwd_bwd_s: float
     ) -> dict[str, float]:
         """Tokens a second of the whole step, and how much of what its GPU can do the trainer does while it trains."""
-        sampled = sum(len(completion.ids) for group in batch.groups for completion in group.completions)
+        sampled = sum(completion.sampled for group in batch.groups for completion in group.completions)
         speeds = {
             "perf/generated_tokens_per_s": sampled / step_s,
             "perf/trained_tokens_per_s": metrics["tokens_trained"] / step_s,
@@ -241,6 +248,11 @@ def _count_by_worker(groups: list[Group]) -> dict[str, int]:
     for group in groups:
         counts[group.worker] = counts.get(group.worker, 0) + 1
     return counts
+
+
+def _last_step(path: Path) -> int:
+    lines = read_lines(path)
+    return lines[-1]["step"] if lines else 0
 
 
 def _keep_lines(path: Path, steps: int) -> None:

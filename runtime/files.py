@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import json
 
-__all__ = ["first_incarnation", "read_lines", "write_whole"]
+__all__ = ["first_incarnation", "read_lines", "start_of", "write_whole"]
 
 _STARTS = 1 << 20  # of actors, between two starts of their run
 
@@ -29,6 +29,11 @@ def first_incarnation(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, str(starts + 1).encode())
     return starts * _STARTS
+
+
+def start_of(incarnation: int) -> int:
+    """Which start of the run this was in, of an actor on the run's own machine."""
+    return incarnation // _STARTS
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json. started: when the command's process did, in seconds since 1970; sockets: the supervisor's folder;
+    """run.json. started: when the first command's process did, in seconds since 1970; sockets: the supervisor's folder;
     story: why it ended, if it did and not by finishing."""
 
     id: str
@@ -179,13 +179,15 @@ def resume_run(run: RunFolder, recipe: str, config: dict[str, Any]) -> None:
         run.write_info(replace(run.info, config=config, pid=os.getpid(), sockets="", story=""))
         return
     id, store = run.path.name, Store(config.get("store", "file://"))
-    if store.url == "file://" or store.open(id, run.path).head() is None:
+    versions = None if store.url == "file://" else store.open(id, run.path)
+    if versions is None or versions.head() is None:
         raise Unrecoverable(
             f"there is nothing of a run {id!r} to resume, neither in {run.path.parent} nor in the store {store.url}: "
             "give its name, and with --set store=... the one it had",
             exit_code=2,
         )
-    _begin(run, id, recipe, config)
+    # What its metrics tell is from before this process: from the first version on, or now, if that does not say when.
+    _begin(run, id, recipe, config, started=versions.policy(0).time)
 
 
 def create_run(
@@ -219,7 +221,7 @@ def _create_named(path: Path, recipe: str, config: dict[str, Any]) -> RunFolder:
     return RunFolder(path.resolve())
 
 
-def _begin(run: RunFolder, id: str, recipe: str, config: dict[str, Any]) -> None:
+def _begin(run: RunFolder, id: str, recipe: str, config: dict[str, Any], started: float = 0.0) -> None:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -227,7 +229,9 @@ def _begin(run: RunFolder, id: str, recipe: str, config: dict[str, Any]) -> None
             f"can't make the run's folder {run.path}: {error.strerror}; choose another place with --runs",
             exit_code=2,
         ) from error
-    run.write_info(RunInfo(id=id, recipe=recipe, config=config, started=_process_started(), pid=os.getpid()))
+    run.write_info(
+        RunInfo(id=id, recipe=recipe, config=config, started=started or _process_started(), pid=os.getpid())
+    )
 
 
 def _process_started() -> float:

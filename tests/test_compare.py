@@ -435,24 +435,3 @@ def test_nobody_is_left_when_it_is_killed(counters: Path):
     command.process.kill()
     command.process.wait()
     until(lambda: command.processes() == [], timeout_s=20)
-
-
-@pytest.mark.slow
-def test_the_real_recipes(tmp_path: Path):
-    """Two steps of each, without and with stragglers."""
-    small = ["batch=4", "group_size=4", "eval_problems=8", "eval_every=1", "rollout_workers=2"]
-    settings = [part for setting in small for part in ("--set", setting)]
-    command = ["compare", "sync_grpo", "async_grpo", "--seeds", "1", "--budget", "steps=2", *settings]
-    code, out, err = Command(command, tmp_path).finish(280)
-    assert code == 0, err
-    values = made(tmp_path)
-    assert values["wall_ratio"].keys() == {"even", "stragglers"}
-    assert values["condition"] == "stragglers" and values["failures"] == {}
-    for numbers in values["conditions"].values():
-        assert (
-            numbers["accuracy"].keys() == numbers["trainer_wait_share"].keys() == {"sync_grpo", "async_grpo"}
-        )
-    delays = {run["condition"]: run["settings"]["rollout_delay"] for run in values["runs"]}
-    assert delays["even"] == "none" and delays["stragglers"].startswith("lognormal")
-    assert "max_staleness" in values["settings_that_differ"]["even"]
-    assert "the report: " in out

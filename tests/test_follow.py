@@ -35,6 +35,7 @@ class Watch:
             jobs=self.jobs,
             worker=lambda role, url: JobSpec(role, "image", [url], {}, "l4x1", 60),
             trainer_again=JobSpec("trainer", "image", ["again"], {}, "a100-large", 60, exposes=True),
+            ends_at=1e9,
             trainer_budget=RestartBudget(MAX_RESTARTS, 3600.0, random.Random(1)),
             budgets={name: RestartBudget(MAX_RESTARTS, 3600.0, random.Random(0)) for name in names},
             bearer=hub.reader,
@@ -208,6 +209,41 @@ def test_a_trainer_that_is_lost_again_and_again_ends_the_launch_and_says_why(hub
         "the trainer's job has failed (ERROR (exit code 137)); what it said last is above. Its checkpoints are in "
         "the bucket: `rolecall run --resume` goes on from there, on any machine"
     )
+
+
+def test_nothing_is_started_once_what_was_agreed_to_is_spent_nor_for_longer(hub: Hub):
+    """Not even a trainer that ended because of it."""
+
+    def each(waits: int) -> None:
+        if waits == 2:
+            hub.of("worker-0")[0].end("ERROR", "exit code 137")
+            watch.now = 1e9 - 50
+        if len(hub.of("worker-0")) == 2:
+            watch.now = 2e9
+            hub.of("worker-0")[1].end("ERROR", "Job timeout")
+            hub.of("trainer")[0].end("ERROR", "Job timeout")
+
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 1
+    assert len(hub.of("trainer")) == 1 and len(hub.of("worker-0")) == 2
+    assert hub.of("worker-0")[0].spec["timeoutSeconds"] == 60
+    assert hub.of("worker-0")[1].spec["timeoutSeconds"] <= 50
+
+
+def test_a_trainers_start_that_nobody_heard_of_is_found_out(hub: Hub):
+    def each(waits: int) -> None:
+        if waits == 2:
+            hub.of("trainer")[0].end("ERROR", "exit code 137")
+            hub.lost_answers = 1
+        if len(hub.of("trainer")) == 2 and len(hub.of("worker-0")) == 2:
+            for job in [*hub.of("worker-0"), *hub.of("trainer")]:
+                if job.stage == "RUNNING":
+                    job.end("COMPLETED")
+
+    watch = Watch(hub, 1, each)
+    assert watch.follow() == 0
+    assert len(hub.of("trainer")) == 2 and hub.live() == []
+    assert hub.of("trainer")[1].id in hub.of("worker-0")[1].spec["command"][0]
 
 
 def test_a_trainer_that_never_answered_is_not_started_again(hub: Hub):

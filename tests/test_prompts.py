@@ -406,5 +406,26 @@ def test_another_goes_on_from_a_snapshot(tmp_path: Path, source: PromptSource):
     other.advance(1, 5, {})
     lease = ask(other, count=99)
     assert ids_of(lease) == [1, 2, 3, 4, 5] and lease.number > first.number
-    other.restore(source.snapshot())  # it knows better now
     assert ids_of(ask(other, holding=[1, 2, 3, 4, 5], after=lease, count=99)) == []
+    other.restore(state)  # the trainer died over it
+    assert ids_of(ask(other, "late", count=99)) == [1, 2, 3, 4, 5]
+
+
+def test_what_was_lent_to_the_runs_own_workers_is_lent_anew_when_the_run_is_started_again(
+    tmp_path: Path, peers: Direct
+):
+    """It may be started with fewer of them, or more, under other names; a machine that has joined goes on."""
+    began = 1 << 20  # what incarnations of the first start are below
+    source = started(tmp_path)
+    source.advance(0, 0, {})
+    own, joined = (
+        ask(source, "rollout-1", incarnation=5),
+        ask(source, "gpu-1/rollout", incarnation=(1 << 40) + 3),
+    )
+    again = PromptSource(dataset="tiny", seed=0, groups_per_step=2, steps=4, max_staleness=1)
+    begin(again, tmp_path, "prompts", incarnation=began + 1)
+    assert set(again.ledger.loans) == set(ids_of(joined))
+    assert ids_of(ask(again, "rollout", incarnation=began + 2, count=99)) == ids_of(own)
+    restarted = PromptSource(dataset="tiny", seed=0, groups_per_step=2, steps=4, max_staleness=1)
+    begin(restarted, tmp_path, "prompts", incarnation=began + 7)  # in the same start: they live
+    assert set(restarted.ledger.loans) == {*ids_of(joined), *ids_of(own)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -56,11 +57,14 @@ def test_every_command_is_run_by_a_test_below():
         left
         == [
             "pip install -e . && rolecall run async_grpo",
-            "rolecall run tool_grpo",  # tests/test_run.py does
             'rolecall sample RUN "Ann has 3 pens, buys 4 and loses 2. How many pens now?"',
             'pip install -e ".[test]" && tests/setup vllm && pytest -n auto --dist loadfile',
             "rolecall run async_grpo --resume async_grpo-20260131-120000-7a81",  # these two: tests/test_resume.py does
             "rolecall run async_grpo --resume async_grpo-20260131-120000-7a81 --set store=s3://my-bucket/rolecall",
+            # A comparison has such runs.
+            "rolecall run async_grpo --set 'rollout_delay=lognormal(0.15,1.0)' --set max_staleness=12 "
+            "--set loss.correction=tis --set steps=5",
+            "rolecall run tool_grpo",  # tests/test_run.py does
         ]
     )
 
@@ -79,10 +83,14 @@ def test_no_placeholder_is_left():
 
 def test_the_test_line_is_what_ci_runs():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert (
-        'pip install --quiet -e ".[test]" && tests/setup vllm && tests/check && pytest -n auto --dist loadfile'
-        in ci
-    )
+    commands = [
+        'pip install --quiet -e ".[test]"',
+        "tests/setup vllm",
+        "tests/check",
+        "pytest -n auto --dist loadfile",
+    ]
+    places = [ci.index(f"\n{command}") for command in commands]
+    assert places == sorted(places)
 
 
 def test_the_first_line_and_the_sample(tmp_path: Path):
@@ -133,15 +141,17 @@ def test_side_by_side(tmp_path: Path):
     small = ["steps=2", "batch=4", "group_size=4", "eval_problems=8", "eval_every=1", "rollout_workers=1"]
     settings = [part for setting in small for part in ("--set", setting)]
     out = _run([*_arguments("rolecall compare sync_grpo"), "--seeds", "1", *settings], tmp_path)
-    assert out.startswith("even\n") and "\nstragglers\n" in out
+    assert out.startswith("even\n") and "\nstragglers\n" in out and "the report: " in out
     runs = sorted(path.parent.name for path in tmp_path.glob("runs/compare-*/*/run.json"))
     (made,) = (path.parent for path in tmp_path.glob("runs/compare-*/compare.json"))
+    values = json.loads((made / "compare.json").read_bytes())
+    assert values["wall_ratio"].keys() == {"even", "stragglers"} and values["failures"] == {}
+    delays = {run["condition"]: run["settings"]["rollout_delay"] for run in values["runs"]}
+    assert delays["even"] == "none" and delays["stragglers"].startswith("lognormal")
+    assert "max_staleness" in values["settings_that_differ"]["even"]
     shown = [argument for argument in _arguments("rolecall compare RUN") if not argument.startswith("RUN")]
     out = _run([*shown, str(made / runs[-1]), str(made / runs[0])], tmp_path)
     assert out.startswith("as given\n")
-    slow = [argument.strip("'") for argument in _arguments("rolecall run async_grpo --set 'rollout_delay")]
-    out = _run([*slow, *settings], tmp_path)
-    assert "in 2 steps" in out
 
 
 def test_sync_with_settings(tmp_path: Path):
@@ -156,7 +166,7 @@ def test_another_loss(tmp_path: Path):
 
 
 def test_a_run_is_foreseen(tmp_path: Path):
-    _run(["run", "async_grpo", *FEW_PROBLEMS, "--set", "steps=5"], tmp_path)
+    _run(["run", "async_grpo", *FEW_PROBLEMS, "--set", "steps=3"], tmp_path)
     (run,) = tmp_path.glob("runs/*")
     measured = _run(
         [argument.replace("RUN", run.name) for argument in _arguments("rolecall profile")], tmp_path

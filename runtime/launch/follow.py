@@ -7,7 +7,7 @@ happened between two ticks, or that a request's answer was lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..tree import RestartBudget
 from .hub import HubJobs, Job, JobSpec, Unreachable, answers
@@ -28,7 +28,8 @@ class Follower:
 
     worker: makes the job of a role, given the run's address. trainer_again: the job that goes on with the run from its
     bucket. bearer: what the platform's gateway asks for. budgets: of each worker's role, how often it may be lost;
-    trainer_budget: likewise. stopped: whether somebody else ends the launch.
+    trainer_budget: likewise. ends_at: by the clock, when what was agreed to has been spent: nothing is started
+    then, nor for longer. stopped: whether somebody else ends the launch.
     clock: seconds; pause: waits so many of them; say: prints a line.
     """
 
@@ -37,6 +38,7 @@ class Follower:
     trainer_again: JobSpec
     budgets: dict[str, RestartBudget]
     trainer_budget: RestartBudget
+    ends_at: float
     bearer: str
     stopped: Callable[[], bool]
     clock: Callable[[], float]
@@ -99,18 +101,21 @@ class Follower:
 
     def _go_on(self, trainer: Job) -> bool:
         """Start the run again from its bucket, in another job; whether it may be."""
-        if not self._begun:  # what it died of, it would die of again
+        if not self._begun or self.clock() >= self.ends_at:  # what it died of, it would die of again
             return False
-        wait_s = self.trainer_budget.spend("trainer", _described(trainer), self.clock())
-        if wait_s is None:
-            self.say(f"trainer: it stays away: {self.trainer_budget.story}")
-            return False
-        cancel_and_wait(self.jobs, self._workers_left(), self.clock, self.pause)
-        self.pause(wait_s)
-        job = self.jobs.start(self.trainer_again)
-        self._open = False
-        self._started.clear()
-        self._not_before.clear()
+        if trainer.id not in self._judged:
+            self._judged.add(trainer.id)
+            wait_s = self.trainer_budget.spend("trainer", _described(trainer), self.clock())
+            if wait_s is None:
+                self.say(f"trainer: it stays away: {self.trainer_budget.story}")
+                return False
+            self._not_before = {"trainer": self.clock() + wait_s}
+            self._open = False
+            self._started.clear()
+        cancel_and_wait(self.jobs, self._others(trainer), self.clock, self.pause)
+        if self.clock() < self._not_before["trainer"]:
+            return True
+        job = self._start(self.trainer_again)
         self.say(f"trainer: the run goes on from its last checkpoint, in job {job.id}")
         return True
 
@@ -130,18 +135,22 @@ class Follower:
                 self.say(f"{role}: it stays away: {self.budgets[role].story}")
                 return
             self._not_before[role] = self.clock() + wait_s
-        if self.clock() >= self._not_before.get(role, 0.0):
+        if self._not_before.get(role, 0.0) <= self.clock() < self.ends_at:
             again = "again " if job is not None else ""
-            started = self.jobs.start(self.worker(role, url))
+            started = self._start(self.worker(role, url))
             self._started.add(role)
             self.say(f"{role}: started {again}as job {started.id}")
 
+    def _start(self, spec: JobSpec) -> Job:
+        left_s = max(1, int(self.ends_at - self.clock()))
+        return self.jobs.start(replace(spec, timeout_s=min(spec.timeout_s, left_s)))
+
     def _end(self, trainer: Job) -> int:
-        left = self._workers_left()
+        left = self._others(trainer)
         until = self.clock() + (FAREWELL_S if trainer.stage == "COMPLETED" else 0.0)
         while left and self.clock() < until:
             self.pause(POLL_S)
-            left = self._workers_left()
+            left = self._others(trainer)
         cancel_and_wait(self.jobs, left, self.clock, self.pause)
         for line in self.jobs.last_lines(trainer, LOG_LINES) if trainer.stage != "DELETED" else []:
             self.say(f"  {line.rstrip()}")
@@ -155,8 +164,9 @@ class Follower:
         )
         return 1
 
-    def _workers_left(self) -> list[Job]:
-        return [job for job in self.jobs.jobs() if job.live and job.role != "trainer"]
+    def _others(self, trainer: Job) -> list[Job]:
+        """That live: workers, and trainers whose start nobody has heard of."""
+        return [job for job in self.jobs.jobs() if job.live and job.id != trainer.id]
 
     def _tell(self, about: str, text: str) -> None:
         """Say it unless it was the last thing said about that."""

@@ -82,6 +82,7 @@ def launch(options: argparse.Namespace) -> int:
         ),
         trainer_again=again,
         trainer_budget=_budget(-1),
+        ends_at=time.monotonic() + timeout_s,
         budgets={f"worker-{number}": _budget(number) for number in range(options.workers)},
         bearer=bearer,
         stopped=lambda: _is_stopped(options.runs, record.name),
