@@ -40,10 +40,10 @@ BAD_STEPS_IN_A_ROW = 3
 ROW_TOKENS, ROW_TOKENS_JOINED = 4096, 16384
 
 
-def _longest(groups: Sequence[Group]) -> int:
+def _longest(groups: Sequence[Group], block: int) -> int:
     """Tokens of the longest prompt with a completion, in whole blocks."""
     lengths = [len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions]
-    return BLOCK * -(-max(lengths, default=0) // BLOCK)
+    return block * -(-max(lengths, default=0) // block)
 
 
 class Learner:
@@ -134,7 +134,7 @@ class Learner:
         packed = pack(
             own,
             advantages,
-            row_tokens=max(self._row_tokens, _longest(own)),
+            row_tokens=max(self._row_tokens, _longest(own, BLOCK if self._joined else 1)),
             joined=self._joined,
             mask_truncated=self._loss.mask_truncated,
             keep_zeros=self._loss.trains_equal_groups,

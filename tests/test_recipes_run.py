@@ -6,15 +6,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rolecall.runtime.recipe import recipe_names
 
 from .commands import Command
 from .test_run import check_ledger
 
 pytestmark = pytest.mark.slow
 
-# The README's first line is tested as it stands there, in test_readme; these others with kills, in test_run.
-RECIPES = [name for name in recipe_names() if name not in ("async_grpo", "sync_grpo", "tool_grpo")]
+# Of those whose processes are others than the ones that test_readme and test_run start.
+RECIPES = ["expert_iteration", "judged"]
 SHORT = ["--set", "steps=12", "--set", "lr=3e-3", "--set", "eval_problems=64", "--set", "eval_every=12"]
 
 

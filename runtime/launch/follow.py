@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from ..tree import RestartBudget
 from .hub import HubJobs, Job, JobSpec, Unreachable, answers
@@ -142,7 +143,7 @@ class Follower:
             self.say(f"{role}: started {again}as job {started.id}")
 
     def _start(self, spec: JobSpec) -> Job:
-        left_s = max(1, int(self.ends_at - self.clock()))
+        left_s = 60 * ceil((self.ends_at - self.clock()) / 60)  # jobs are paid for by the minute
         return self.jobs.start(replace(spec, timeout_s=min(spec.timeout_s, left_s)))
 
     def _end(self, trainer: Job) -> int:
