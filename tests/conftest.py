@@ -18,11 +18,6 @@ from .stores import opened
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read at the first import of torch
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: one more than there are cores, since much of what tests do is to wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Shared out to several processes, slow tests come first, so that none of them is left with the last one."""
     if hasattr(config, "workerinput"):
