@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rolecall.actors.ledger import Ledger
@@ -88,8 +90,18 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, s3_server: S3Server) -> Callable[..., Trainer]:
-    return lambda *settings, **how: Trainer(tmp_path, s3_server, *settings, **how)
+def trainer(tmp_path: Path, s3_server: S3Server) -> Iterator[Callable[..., Trainer]]:
+    made: list[Trainer] = []
+
+    def make(*settings: str, **how: Any) -> Trainer:
+        made.append(Trainer(tmp_path, s3_server, *settings, **how))
+        return made[-1]
+
+    yield make
+    for run in made:  # of a test that failed: it must not go on beside the others
+        for pid in run.command.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
