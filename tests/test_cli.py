@@ -352,16 +352,17 @@ def test_an_interrupt_during_start_up_says_nothing(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_json_is_one_object_with_these_keys(tmp_path: Path):
+@pytest.mark.parametrize("recipe", ["sync_grpo", "async_grpo"])
+def test_json_is_one_object_with_these_keys(tmp_path: Path, recipe: str):
     small = ["steps=2", "batch=4", "group_size=4", "eval_problems=8"]
     settings = [part for setting in small for part in ("--set", setting)]
-    command = Command(["run", "async_grpo", "--json", *settings], tmp_path)
+    command = Command(["run", recipe, "--json", *settings], tmp_path)
     code, out, err = command.finish()
     assert code == 0, err
     assert out.count("\n") == 1
     result = json.loads(out)
     assert set(result) == RESULT
-    assert (result["recipe"], result["steps"], result["groups_trained"]) == ("async_grpo", 2, 8)
+    assert (result["recipe"], result["steps"], result["groups_trained"]) == (recipe, 2, 8)
     assert (result["restarts"], result["groups_dropped"]) == (0, {})
     assert 0 < result["first_step_s"] <= result["wall_s"]
     evaluations = (command.run_folder() / "eval.jsonl").read_text().splitlines()
