@@ -99,6 +99,7 @@ class Buffer(Actor):
         self._lengths = deque[int](maxlen=1000)
         self._lent: tuple[tuple[int, int, int], Answer[list[int]]] | None = None
         self._awaited: set[int] = set()  # what the next step waits for
+        self._told = 0  # the last step of which the prompt source knows what there was to spare
         self._folder: Path = self.state_folder
         record = self._folder / "record.json"
         self.record = msgspec.json.decode(record.read_bytes(), type=_Record) if record.exists() else _Record()
@@ -176,12 +177,17 @@ class Buffer(Actor):
         self._forget(durable)
         if step not in self._handed:
             dropped = self._drop_stale()
-            if len(self._waiting) < groups:
+            spare = len(self._waiting) - groups
+            if spare < 0:
+                self._tell(step, spare)
                 if dropped:
                     return self._batch([])
                 raise NotYet
             if self._would_be_stale(step, version):
+                if self._awaited:  # whatever there is, it is no surplus while the trainer waits
+                    self._tell(step, 0)
                 raise NotYet
+            self._tell(step, spare)
             oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
             self._handed[step] = [self._waiting.pop(group.id) for group in oldest[:groups]]
             self.record.newest = step
@@ -229,6 +235,12 @@ class Buffer(Actor):
     def step(self) -> float | None:
         """Nothing of its own: see `_would_be_stale`."""
         return None
+
+    def _tell(self, step: int, spare: int) -> None:
+        """Once for each step, the prompt source hears whether too much or too little is under way."""
+        if self._told < step:
+            self._told = step
+            self.prompts.tell(PromptSource.spare, spare)
 
     def _find(self, id: int) -> Group | None:
         if id in self._waiting:

@@ -15,6 +15,7 @@ from ..runtime.files import start_of
 from .curriculum import Curriculum
 from .data import load_dataset
 from .ledger import Heard, Ledger, Loan
+from .pace import Pace
 from .types import Count, Lease, Prompt
 
 __all__ = ["PromptSource"]
@@ -51,8 +52,9 @@ class PromptSource(Actor):
 
     Admission: a prompt is lent only if its group will be trained while at most max_staleness versions have
     come out since, if all goes evenly; if not, the buffer has the trainer wait (see Buffer). So staleness is bounded
-    by not starting work, not by throwing it away, which would throw away what is slow, that is, long. Nothing is
-    lent before the first version is out.
+    by not starting work, not by throwing it away, which would throw away what is slow, that is, long. Where the
+    trainer does without so much, less is lent: see Pace. No worker is lent more than its share while others wait.
+    Nothing is lent before the first version is out.
 
     Workers that are actors say their own names. Another name than its own is of the sender's making, as those of the
     workers in other languages that ask over HTTP, and is put below the sender's: nobody can speak for whom he is not.
@@ -86,6 +88,7 @@ class PromptSource(Actor):
         self.groups_per_step, self.steps = groups_per_step, steps
         self.max_staleness = max_staleness
         self.ahead_steps = publish_every * (1 + max_staleness)
+        self.version_groups = publish_every * groups_per_step
         self.with_curriculum = curriculum
         self.lease_s, self.clock = lease_s, clock
 
@@ -96,6 +99,7 @@ class PromptSource(Actor):
         if self.with_curriculum:
             file = self.state_folder / "curriculum.json"
             self.rows = self.curriculum = Curriculum(self.rows, file, seed=self.seed)
+        self.pace = Pace(self.version_groups, (1 + self.max_staleness) * self.version_groups)
         self.ledger = Ledger(self.state_folder / "ledger.jsonl")
         self._forget_who_was_before()
         for loan in self.ledger.loans.values():
@@ -104,6 +108,10 @@ class PromptSource(Actor):
         self._spoke = dict.fromkeys(
             self.ledger.workers, self.clock()
         )  # who was heard of when, the latest last
+        self._sharers = {
+            loan.worker for loan in self.ledger.loans.values()
+        }  # they hold prompts, or want some
+        self._wanting: set[str] = set()  # they asked for more than there was
         for name, heard in self.ledger.workers.items():
             if heard.actor:
                 Ref(name).watch()
@@ -139,7 +147,7 @@ class PromptSource(Actor):
         finished = ledger.step >= self.steps
         if not self._heed(worker, incarnation, lease, holding, delivered):
             return self._lease(0, [], finished=finished)
-        ids = self._admit(count)
+        ids = self._admit(worker, count)
         if not ids and wait and not finished:
             raise NotYet
         ledger.leases += 1
@@ -165,18 +173,26 @@ class PromptSource(Actor):
     @idempotent
     def leave(self, worker: WorkerName, incarnation: Count, delivered: Lent) -> None:
         """This worker works no more: what is lent to it is lent anew, and what it still asks for is not given."""
-        self._heed(self._name(worker), incarnation, _LAST, {}, delivered)
+        worker = self._name(worker)
+        if self._heed(worker, incarnation, _LAST, {}, delivered):
+            self._wanting.discard(worker)
 
     def on_down(self, down: Down) -> None:
         """A worker of this package has died: others can begin with its prompts, before it is back, if ever."""
         heard = self.ledger.workers.get(down.name)
         if heard is not None and heard.incarnation <= down.incarnation:
             self._heed(down.name, down.incarnation, _LAST, {}, {})
+            self._wanting.discard(down.name)
 
     @idempotent
     def lent_under(self, version: int) -> list[int]:
         """The prompts on loan since this was the newest version."""
         return [id for id, loan in self.ledger.loans.items() if loan.version == version]
+
+    @idempotent
+    def spare(self, groups: int) -> None:
+        """So many whole groups waited besides a step's own when it was to be made; or, negative, it lacked so many."""
+        self.pace.heed(groups)
 
     @idempotent
     def give_back(self, ids: list[int]) -> None:
@@ -221,6 +237,8 @@ class PromptSource(Actor):
         saved = msgspec.msgpack.decode(state, type=_Snapshot)
         if self.curriculum is not None and saved.curriculum:
             self.curriculum.restore(saved.curriculum)
+        self._wanting.clear()
+        self._sharers.clear()
         ledger.start_afresh(saved.next)
         ledger.leases = max(saved.leases, ledger.leases)
         for id in saved.unfinished:
@@ -254,6 +272,8 @@ class PromptSource(Actor):
                 break
             if not self.ledger.held_by(name):
                 del self._spoke[name]
+                self._sharers.discard(name)
+                self._wanting.discard(name)
                 self.ledger.forget(name)
 
     def _name(self, worker: str) -> str:
@@ -283,6 +303,8 @@ class PromptSource(Actor):
         for id, loan in ledger.held_by(worker).items():
             if loan.lease <= until and holding.get(id) != loan.lease:
                 (ledger.deliver if delivered.get(id) == loan.lease else ledger.take_back)(id)
+        if not ledger.held_by(worker):
+            self._sharers.discard(worker)
         ledger.save()
         return True
 
@@ -295,16 +317,32 @@ class PromptSource(Actor):
         """The last whose prompts may be lent after that one."""
         return min(step + self.ahead_steps, self.steps)
 
-    def _admit(self, count: int) -> list[int]:
-        ledger, count = self.ledger, max(0, count)
-        if ledger.version < 0:
-            return []
-        ids = heapq.nsmallest(count, ledger.returned)
-        room = max(0, self._last_step(ledger.step) * self.groups_per_step - ledger.next)
-        fresh = min(count - len(ids), room)
+    def _admit(self, worker: str, count: int) -> list[int]:
+        ledger = self.ledger
+        if count > 0:
+            self._sharers.add(worker)
+        ids = heapq.nsmallest(count, ledger.returned) if ledger.version >= 0 else []
+        room = max(0, self._last_to_lend() - ledger.next)
+        fresh = max(0, min(room, self._share(worker, count, room) - len(ids)))
         ids += range(ledger.next, ledger.next + fresh)
         ledger.next += fresh
+        (self._wanting.add if len(ids) < count else self._wanting.discard)(worker)
         return ids
+
+    def _share(self, worker: str, count: int, room: int) -> int:
+        """So many; or, while others have asked in vain, no more than leaves as many to each of them."""
+        if self._wanting <= {worker}:
+            return count
+        share = math.ceil((len(self.ledger.loans) + room) / len(self._sharers))
+        return min(count, share - len(self.ledger.held_by(worker)))
+
+    def _last_to_lend(self) -> int:
+        """All prompts before this one may be lent by now."""
+        if self.ledger.version < 0:
+            return 0
+        return min(
+            self.ledger.step * self.groups_per_step + self.pace.groups, self.steps * self.groups_per_step
+        )
 
     def _prompt(self, id: int) -> Prompt:
         text, answer = self.rows[id]

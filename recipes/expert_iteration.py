@@ -46,6 +46,7 @@ def build(config: Config) -> Graph:
     # A lost worker costs only the prompts it held: restart it alone.
     graph = Graph("expert_iteration", strategy=Strategy.ONE_FOR_ONE)
     weights = Store(config.store)
+    under_way = config.batch * config.iteration  # groups, at most
     sampling = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
 
     # Who talks to whom.
@@ -56,12 +57,12 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
     reward = graph.add("reward", Reward, fn=config.reward)
     buffer = graph.add(
-        "buffer", Buffer, capacity=config.batch * config.iteration, max_staleness=0,
+        "buffer", Buffer, capacity=under_way, max_staleness=0,
         prompts=prompts, weights=weights,
     )  # fmt: skip
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
-        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
+        lease=ceil(under_way / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
         delay=Delay.parse(config.rollout_delay),
         sink=buffer,
@@ -69,8 +70,8 @@ def build(config: Config) -> Graph:
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
         temperature=config.temperature, steps=config.steps,
-        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=0,
-        publish_every=config.iteration, groups=buffer, prompts=prompts, weights=weights,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed,
+        publish_every=config.iteration, groups=buffer, max_staleness=0, prompts=prompts, weights=weights,
     )  # fmt: skip
     evaluator = graph.add(
         "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,

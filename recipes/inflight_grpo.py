@@ -45,6 +45,7 @@ def build(config: Config) -> Graph:
     # A lost worker costs only the prompts it held: restart it alone.
     graph = Graph("inflight_grpo", strategy=Strategy.ONE_FOR_ONE)
     weights = Store(config.store)
+    under_way = config.batch * (1 + config.max_staleness)  # groups, at most
     sampling = Sampling(temperature=config.temperature, max_tokens=config.max_tokens)
 
     # Who talks to whom.
@@ -55,12 +56,11 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
     reward = graph.add("reward", Reward, fn=config.reward)
     buffer = graph.add(
-        "buffer", Buffer, capacity=config.batch * (1 + config.max_staleness),
-        max_staleness=config.max_staleness, prompts=prompts, weights=weights,
+        "buffer", Buffer, capacity=under_way, max_staleness=config.max_staleness, prompts=prompts, weights=weights,
     )  # fmt: skip
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
-        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
+        lease=ceil(under_way / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=reward, weights=weights,
         delay=Delay.parse(config.rollout_delay),
         max_staleness=config.max_staleness, inflight_swap=True, sink=buffer,
@@ -68,8 +68,8 @@ def build(config: Config) -> Graph:
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
         temperature=config.temperature, steps=config.steps,
-        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=config.max_staleness,
-        groups=buffer, prompts=prompts, weights=weights,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed,
+        groups=buffer, max_staleness=config.max_staleness, prompts=prompts, weights=weights,
     )  # fmt: skip
     evaluator = graph.add(
         "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,

@@ -54,8 +54,8 @@ def build(config: Config) -> Graph:
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
         temperature=config.temperature, steps=config.steps,
-        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed, max_staleness=0,
-        groups=rollout, prompts=prompts, weights=weights,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed,
+        groups=rollout, max_staleness=0, prompts=prompts, weights=weights,
     )  # fmt: skip
     evaluator = graph.add(
         "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,

@@ -44,6 +44,7 @@ def build(config: Config) -> Graph:
     graph = Graph("tool_grpo", strategy=Strategy.ONE_FOR_ONE)
     weights = Store(config.store)
     stop = (config.stop,) if config.stop else ()
+    under_way = config.batch * (1 + config.max_staleness)  # groups, at most
     sampling = Sampling(temperature=config.temperature, max_tokens=config.max_tokens, stop=stop)
 
     # Who talks to whom.
@@ -54,21 +55,20 @@ def build(config: Config) -> Graph:
     )  # fmt: skip
     environment = graph.add("environment", EnvironmentHost, environment=config.environment)
     buffer = graph.add(
-        "buffer", Buffer, capacity=config.batch * (1 + config.max_staleness),
-        max_staleness=config.max_staleness, prompts=prompts, weights=weights,
+        "buffer", Buffer, capacity=under_way, max_staleness=config.max_staleness, prompts=prompts, weights=weights,
     )  # fmt: skip
     rollout = graph.add(
         "rollout", RolloutWorker, model=config.model, sampling=sampling, group_size=config.group_size,
-        lease=ceil(config.batch / max(1, config.rollout_workers)), seed=config.seed,
+        lease=ceil(under_way / max(1, config.rollout_workers)), seed=config.seed,
         engine=config.engine, lora_rank=config.lora.rank, prompts=prompts, reward=environment, weights=weights,
-        delay=Delay.parse(config.rollout_delay),
         max_staleness=config.max_staleness, inflight_swap=config.inflight_swap, sink=buffer,
+        delay=Delay.parse(config.rollout_delay),
     )  # fmt: skip
     trainer = graph.add(
         "trainer", Trainer, model=config.model, loss=config.loss, lora=config.lora, lr=config.lr,
-        temperature=config.temperature, steps=config.steps, max_tokens=config.max_tokens, batch=config.batch,
-        seed=config.seed, max_staleness=config.max_staleness,
-        groups=buffer, prompts=prompts, weights=weights,
+        temperature=config.temperature, steps=config.steps,
+        max_tokens=config.max_tokens, batch=config.batch, seed=config.seed,
+        groups=buffer, max_staleness=config.max_staleness, prompts=prompts, weights=weights,
     )  # fmt: skip
     evaluator = graph.add(
         "evaluator", Evaluator, model=config.model, dataset=config.eval_set, problems=config.eval_problems,

@@ -31,6 +31,7 @@ def peers(tmp_path: Path) -> Iterator[Direct]:
     direct.actors["prompts"] = source
     begin(source, tmp_path, "prompts")
     source.advance(0, 1, {})  # no step of these tests would make a group of version 1 stale
+    source.spare(-40)
     source.next("w", 1, 0, {}, {}, 40, False)
     yield direct
     bind_transport(None)

@@ -48,6 +48,7 @@ def started(folder: Path, clock: Clock | None = None, **changes) -> PromptSource
     settings = {"dataset": "tiny", "seed": 0, "groups_per_step": 2, "steps": 4, "max_staleness": 1}
     made = PromptSource(**(settings | changes), lease_s=600.0, clock=clock or Clock())
     begin(made, folder, "prompts")
+    made.spare(-99)  # all is lent that may be
     return made
 
 
@@ -98,10 +99,38 @@ def test_nothing_is_lent_before_a_version_is_out(tmp_path: Path):
 def test_no_more_is_admitted_than_can_be_trained_in_time(tmp_path: Path, max_staleness: int, admitted: int):
     source = started(tmp_path, steps=10, max_staleness=max_staleness)
     source.advance(0, 0, {})
-    assert len(ask(source, "w1", count=99).prompts) == admitted
+    first = ask(source, "w1", count=admitted)
+    assert len(first.prompts) == admitted
     assert ids_of(ask(source, "w2", count=99)) == []
     source.advance(1, 1, {})
     assert ids_of(ask(source, "w2", count=99)) == [admitted, admitted + 1]
+
+
+def test_who_asks_in_vain_has_a_share_of_what_comes_next(tmp_path: Path):
+    """12 may be under way: 4 for each of three, once they want as many."""
+    source = started(tmp_path, steps=99, groups_per_step=4, max_staleness=2)
+    source.advance(0, 0, {})
+    first = ask(source, "greedy", count=99)
+    assert len(first.prompts) == 12
+    assert ids_of(ask(source, "late", count=5)) == ids_of(ask(source, "later", count=1)) == []
+    source.advance(1, 1, {})
+    assert (
+        ids_of(ask(source, "greedy", after=first, holding=range(5, 12), delivered=[*range(5)], count=5)) == []
+    )
+    late = ask(source, "late", count=5)
+    assert ids_of(late) == [12, 13, 14, 15]
+    source.advance(2, 2, {})
+    assert ids_of(ask(source, "later", count=1)) == [16]
+    source.leave("greedy", 1, {})  # 5 to 11 are to be lent again
+    assert len(ask(source, "late", after=late, holding=ids_of(late), delivered=[], count=9).prompts) == 9
+
+
+def test_nobody_waits_for_the_share_of_who_wants_no_more(source: PromptSource):
+    ask(source, "idle", count=1)
+    busy = ask(source, "busy", count=99)
+    assert ids_of(busy) == [1, 2, 3]
+    source.advance(1, 1, {})
+    assert ids_of(ask(source, "busy", after=busy, holding=[1, 2, 3], delivered=[], count=99)) == [4, 5]
 
 
 def test_a_version_every_two_steps_admits_two_steps_at_once(tmp_path: Path):
@@ -403,6 +432,7 @@ def test_another_goes_on_from_a_snapshot(tmp_path: Path, source: PromptSource):
     other.restore(state)
     with pytest.raises(NotYet):
         ask(other, "early", after=early, wait=True)  # no version is out here
+    other.leave("early", 1, {})
     other.advance(1, 5, {})
     lease = ask(other, count=99)
     assert ids_of(lease) == [1, 2, 3, 4, 5] and lease.number > first.number

@@ -13,6 +13,7 @@ from rolecall import Finished, Ref, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.canary import Quarantined
 from rolecall.actors.engines import Sampled, Sampling
+from rolecall.actors.pace import Pace
 from rolecall.actors.prefetch import Prefetch
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.reward import Reward, exact_match
@@ -44,6 +45,7 @@ class Peers(Direct):
         self.actors |= {"prompts": self.prompts, "buffer": self.buffer, "reward": self.reward}
         for name, actor in self.actors.items():
             begin(actor, folder, name)
+        self.prompts.spare(-99)  # all is lent that may be
         self.store: PolicyStore = Store().open("local", folder)
         self.epoch = self.store.take_epoch()
         self.publish(0, step=0)
@@ -267,7 +269,7 @@ class OneLong(FakeEngine):
 
 def test_seats_that_siblings_have_left_are_taken(peers: Peers):
     peers.prompts.steps = 1000
-    peers.prompts.ahead_steps = 1000
+    peers.prompts.pace = Pace(1000, 1000)
     peers.buffer.capacity = 10_000
     worker = peers.worker(sink=True, lease=8)
     worker.engine = OneLong()
