@@ -127,7 +127,8 @@ def test_one_step_off_is_one_version_behind_no_more_and_no_less(tmp_path: Path):
 
 
 def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Path):
-    config = inflight_grpo.Config(**(SMALL | {"steps": 8}))
+    settings: dict[str, Any] = {**SMALL, "steps": 8}
+    config = inflight_grpo.Config(**settings)
     run(inflight_grpo.build(config), tmp_path)
     check_ledger(tmp_path, steps=8, batch=4, max_staleness=4)
     last = [msgspec.msgpack.decode(file.read_bytes(), type=Group) for file in tmp_path.rglob("*.group")]
