@@ -14,17 +14,17 @@ from .measures import Curve, Measures, band, reached_s, running_mean
 
 __all__ = ["CONDITIONS", "DEFAULTS", "MUST_MATCH", "budget", "complete", "report"]
 
-# Five workers have 20 seats for the 16 groups of a step, and mostly wait, so that two cores are enough for all. The
-# correction is what clipping does for data of one policy, done for that of many: on-policy it changes nothing.
+# Five workers on two cores: with stragglers they mostly wait, as they would for a GPU. The correction is what clipping
+# does for data of one policy, done for that of many: on-policy it changes nothing.
 DEFAULTS = {
     "steps": "80", "lr": "5e-4", "rollout_workers": "5", "eval_every": "8", "eval_problems": "128",
     "loss.correction": "tis",
 }  # fmt: skip
-# The slowest of 16 groups takes about six times the median, and a synchronous step as long. One or two of a run's
-# groups take more than 20 times the median; a group is waited for when 12 more steps were made without it.
+# The slowest of 16 groups takes about three and a half times the median, and a synchronous step as long; the slowest of
+# a run over nine times. A group is waited for when 12 more steps were made without it.
 CONDITIONS = {
     "even": {"rollout_delay": "none"},
-    "stragglers": {"rollout_delay": "lognormal(0.15,1.0)", "max_staleness": "12"},
+    "stragglers": {"rollout_delay": "lognormal(0.3,0.7)", "max_staleness": "12"},
 }
 # Whoever differs in one of these has done other work, or was judged otherwise.
 MUST_MATCH = (
