@@ -66,7 +66,7 @@ def test_the_main_job_learns_to_show_its_working_over_s3(tmp_path: Path, s3_serv
 
 
 def test_a_run_with_a_tool_learns_to_use_it_whoever_is_killed(tmp_path: Path):
-    command = Command(["run", "tool_grpo", "--json"], tmp_path)
+    command = Command(["run", "tool_grpo", "--json", "--set", "eval_every=40"], tmp_path)
     folder = command.run_folder()
     for role, at_step in (("environment", 3), ("rollout-1", 8)):
         _kill(folder, role, at_step)
