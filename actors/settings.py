@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..runtime.recipe import AtLeastOne, AtLeastTwo, NotNegative, Positive
 from .lora import Lora
@@ -30,7 +31,7 @@ class Settings:
     lr: Positive = 1e-3
     rollout_workers: NotNegative = 2
     rollout_delay: str = "none"  # or fixed(SECONDS), lognormal(MEDIAN,SIGMA): see Delay
-    engine: str = "transformers"  # what the rollout workers sample with: this, or vllm
+    engine: Literal["transformers", "vllm"] = "transformers"  # what the rollout workers sample with
     engine_python: str = ""  # the interpreter they run in; by default this one
     loss: Loss = field(default_factory=Loss)  # set as loss.kind=…, loss.clip_high=…: see Loss
     eval_problems: AtLeastOne = 256

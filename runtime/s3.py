@@ -51,9 +51,10 @@ class S3Objects:
     ) -> None:
         self.bucket, self.prefix, self.patience_s = bucket, prefix, patience_s
         try:
-            self._client = _s3_client(read_timeout_s)
+            session = boto3.session.Session()  # one for both: it has read what S3 is like after the first
+            self._client = _s3_client(session, read_timeout_s)
             if settings := _settings_for(self.endpoint):
-                self._client = _s3_client(read_timeout_s, **settings)
+                self._client = _s3_client(session, read_timeout_s, **settings)
         except (boto.BotoCoreError, ValueError) as error:  # an unknown profile; a URL without http://
             way_out = "correct the AWS_* variables or the AWS configuration files"
             raise Unrecoverable(
@@ -195,7 +196,9 @@ class S3Objects:
         return StoreError(f"{key} in {self.place}: {error} (tries: {tries}); {way_out}")
 
 
-def _s3_client(read_timeout_s: float, *, addressing: str = "auto", **settings: Any) -> S3Client:
+def _s3_client(
+    session: boto3.session.Session, read_timeout_s: float, *, addressing: str = "auto", **settings: Any
+) -> S3Client:
     config = Config(
         signature_version="s3v4",
         s3={"addressing_style": addressing},  # type: ignore[typeddict-item]
@@ -206,7 +209,7 @@ def _s3_client(read_timeout_s: float, *, addressing: str = "auto", **settings: A
         max_pool_connections=4 * _STREAMS,
         **settings,
     )
-    return boto3.session.Session().client("s3", config=config)
+    return session.client("s3", config=config)
 
 
 def _settings_for(endpoint: str) -> dict[str, str]:

@@ -118,6 +118,9 @@ class Hub:
 
     def __enter__(self) -> Hub:
         listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # else each answer's body is 40 ms late
         self.endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(self._app(), log_level="error", lifespan="off")
         self._server = uvicorn.Server(config)

@@ -53,8 +53,8 @@ def test_a_store_that_cannot_be_reached(tmp_path: Path):
     assert "secret" not in text
 
 
-@pytest.mark.parametrize("model", ["./no-such-folder", "nobody/no-such-model"])
-def test_a_model_that_cannot_be_loaded(tmp_path: Path, model: str):
+def test_a_model_that_cannot_be_loaded(tmp_path: Path):
+    model = "nobody/no-such-model"  # others, and other moments: tests/test_model.py
     text = run(tmp_path, f"model={model}", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hub"))
     assert text.startswith("cannot load ") and repr(model) in text and "give a folder that holds one" in text
 
@@ -73,21 +73,12 @@ def test_a_data_set_that_cannot_be_used(tmp_path: Path, content: str | None, tex
     assert run(tmp_path, "train_set=tasks.jsonl").startswith(text)
 
 
-def test_the_data_set_to_evaluate_on_is_read_alike(tmp_path: Path):
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1?"}\n')
-    assert run(tmp_path, "eval_set=tasks.jsonl").startswith(NO_ANSWER)
-
-
 def test_a_data_set_of_the_hub_out_of_reach(tmp_path: Path):
     pytest.importorskip("datasets")
     text = run(
         tmp_path, "train_set=a/b:main", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hub")
     )
     assert text.startswith("can't load the data set a/b:main: ")
-
-
-def test_more_held_out_problems_than_there_are(tmp_path: Path):
-    assert "tiny has 1024: ask for fewer" in run(tmp_path, "eval_problems=1025")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +89,6 @@ def test_more_held_out_problems_than_there_are(tmp_path: Path):
             1,
             "reward function mine raised ZeroDivisionError: division",
         ),
-        ("def mine(prompt, completion): return float('nan')", 1, "reward function mine gave nan on prompt "),
         ("def mine(completion): return 1.0", 2, "reward function mine must take two arguments"),
         ("def yours(prompt, completion): return 1.0", 2, "rewards.py has no function 'mine'; it has: yours"),
         ("def mine(", 2, "the reward's file rewards.py can't be loaded: SyntaxError"),
@@ -107,11 +97,6 @@ def test_more_held_out_problems_than_there_are(tmp_path: Path):
 def test_a_broken_reward_function(tmp_path: Path, source: str, code: int, text: str):
     (tmp_path / "rewards.py").write_text(source + "\n")
     assert run(tmp_path, "reward=rewards.py:mine", code=code).startswith(text)
-
-
-def test_a_completion_longer_than_the_model_can_read(tmp_path: Path):
-    text = run(tmp_path, "max_tokens=100000")
-    assert "100000 new ones are more than the 512 positions of model 'tiny': ask for fewer tokens" in text
 
 
 def join(folder: Path, url: str, *flags: str) -> str:

@@ -236,12 +236,13 @@ def test_logprobs_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
     ("ids", "sampling", "message"),
     [
         ([], Sampling(max_tokens=4), "no tokens"),
-        ([5] * 500, Sampling(max_tokens=64), "more than the 512 positions"),
+        ([5] * 500, Sampling(max_tokens=64),
+         "500 tokens and 64 new ones are more than the 512 positions of model 'tiny': ask for fewer tokens"),
         ([5], Sampling(max_tokens=0), "max_tokens 0"),
         ([5], Sampling(max_tokens=4, temperature=-1.0), "temperature -1.0"),
         ([5], Sampling(max_tokens=4, temperature=float("nan")), "temperature nan"),
     ],
-)
+)  # fmt: skip
 def test_what_can_never_be_sampled_is_unrecoverable(
     ids: list[int], sampling: Sampling, message: str, tmp_path: Path
 ) -> None:

@@ -204,3 +204,11 @@ def test_a_file_of_problems(tmp_path: Path, store: PolicyStore):
 def test_more_problems_than_there_are(tmp_path: Path):
     with pytest.raises(Unrecoverable, match="tiny has 1024"):
         started(tmp_path, problems=1025)
+
+
+def test_a_file_that_is_none(tmp_path: Path):
+    path = tmp_path / "test.jsonl"
+    path.write_text('{"prompt": "1+1?"}\n')
+    with pytest.raises(Unrecoverable, match=r'line 1 of .* needs a text "prompt"') as caught:
+        started(tmp_path, dataset=str(path))
+    assert caught.value.exit_code == 2

@@ -73,4 +73,3 @@ def test_the_recipes_say_it_at_once(tmp_path: Path):
     assert sentence.startswith(
         "rollout can't run in the interpreter /nowhere/python (No such file or directory)"
     )
-    assert run(tmp_path, "engine=vlm") == "there is no engine 'vlm': choose transformers or vllm"

@@ -25,7 +25,14 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FEW_PROBLEMS = ["--set", "eval_problems=32"]  # where it is not accuracy that a line shows
+FEW = [
+    "--set",
+    "eval_problems=4",
+    "--set",
+    "batch=4",
+    "--set",
+    "group_size=4",
+]  # where accuracy is not what it shows
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
 
 
@@ -103,7 +110,7 @@ def test_the_first_line_and_the_sample(tmp_path: Path):
     program, *arguments = re.findall(r'"[^"]*"|\S+', line.removeprefix("try it: "))
     assert program == "rolecall"
     out = _run([argument.strip('"') for argument in arguments], tmp_path)
-    assert "base" in out and "trained" in out
+    assert "base" in out and "trained" in out and out.count("#### ") >= 4
 
 
 def test_a_live_run_from_another_terminal(tmp_path: Path):
@@ -140,18 +147,19 @@ def test_a_recipe_of_ones_own_is_short():
 
 
 def test_sync_with_settings(tmp_path: Path):
-    assert "in 5 steps" in _run([*_arguments("rolecall run sync_grpo"), *FEW_PROBLEMS], tmp_path)
+    out = _run([*_arguments("rolecall run sync_grpo"), *FEW], tmp_path)
+    assert "in 5 steps" in out and "groups trained: 20; dropped: none" in out
 
 
 def test_another_loss(tmp_path: Path):
     run = _arguments("rolecall run async_grpo --set loss.kind")
-    assert "in 5 steps" in _run([*run, *FEW_PROBLEMS], tmp_path)
+    assert "in 5 steps" in _run([*run, *FEW], tmp_path)
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert all("kl_ref" in line for line in lines(metrics))
 
 
 def test_a_run_is_foreseen(tmp_path: Path):
-    _run(["run", "async_grpo", *FEW_PROBLEMS, "--set", "steps=3"], tmp_path)
+    _run(["run", "async_grpo", *FEW, "--set", "steps=3"], tmp_path)
     (run,) = tmp_path.glob("runs/*")
     measured = _run(
         [argument.replace("RUN", run.name) for argument in _arguments("rolecall profile")], tmp_path
@@ -168,10 +176,10 @@ def test_files_of_ones_own(tmp_path: Path):
             assert name, "each python block begins with its file's name"
             (tmp_path / name[1]).write_text(body)
     short = _arguments("rolecall run async_grpo --set reward=short.py")
-    assert "in 5 steps" in _run([*short, *FEW_PROBLEMS], tmp_path)
-    assert "in 5 steps" in _run([*_arguments("rolecall run diary.py"), *FEW_PROBLEMS], tmp_path)
+    assert "in 5 steps" in _run([*short, *FEW], tmp_path)
+    assert "in 5 steps" in _run([*_arguments("rolecall run diary.py"), *FEW], tmp_path)
     retry = _arguments("rolecall run tool_grpo --set environment=retry.py")
-    assert "in 5 steps" in _run([*retry, *FEW_PROBLEMS], tmp_path)
+    assert "in 5 steps" in _run([*retry, *FEW], tmp_path)
     assert "+ diary: Diary\n" in _run(_arguments("rolecall diff async_grpo"), tmp_path)
     (diary,) = tmp_path.glob("runs/diary-*/diary.txt")
     assert "version 5" in diary.read_text() or "step 5" in diary.read_text()

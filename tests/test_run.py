@@ -18,6 +18,20 @@ pytestmark = pytest.mark.slow
 
 SMALL = ["--set", "steps=8", "--set", "batch=8", "--set", "eval_problems=32", "--set", "eval_every=4"]
 ROLES = ["prompts", "reward", "buffer", "rollout-0", "trainer", "evaluator"]
+RESULT = {
+    "recipe", "steps", "accuracy_before", "accuracy_after", "wall_s", "first_step_s", "adapter", "restarts",
+    "groups_trained", "groups_dropped", "trainer_wait_share", "bottleneck",
+}  # fmt: skip
+
+
+def check_result(out: str, **expected: Any) -> dict[str, Any]:
+    """What --json prints: one object, on one line, with the same keys for every recipe, and these values."""
+    assert out.count("\n") == 1
+    result = msgspec.json.decode(out)
+    assert set(result) == RESULT
+    assert {key: result[key] for key in expected} == expected
+    assert 0 < result["first_step_s"] <= result["wall_s"]
+    return result
 
 
 def check_ledger(folder: Path, steps: int, batch: int) -> list[dict[str, Any]]:
@@ -35,34 +49,30 @@ def test_the_main_job_learns_to_show_its_working_over_s3(tmp_path: Path, s3_serv
     command = Command(["run", "async_grpo", "--json", "--set", store], tmp_path, s3_server.environment())
     code, out, err = command.finish(180)
     assert code == 0, err
-    result = msgspec.json.decode(out)
+    result = check_result(
+        out, recipe="async_grpo", steps=40, groups_trained=640, restarts=0, groups_dropped={}
+    )
     assert result["accuracy_before"] <= 0.40
     assert result["accuracy_after"] >= 0.85
-    assert result["groups_trained"] == 640
     metrics = check_ledger(command.run_folder(), 40, 16)
     assert max(line["staleness/max"] for line in metrics) <= 2
     fresh = [line["fresh/ratio_mean"] for line in metrics if "fresh/ratio_mean" in line]
     assert fresh and all(abs(ratio - 1.0) < 0.005 for ratio in fresh)
     assert (Path(result["adapter"]) / "adapter_model.safetensors").exists()
     assert (command.run_folder() / "curves.png").stat().st_size > 10_000
+    evaluated = [line["step"] for line in lines(command.run_folder() / "eval.jsonl")]
+    assert (evaluated[0], evaluated[-1]) == (0, 40)
     assert command.processes() == []
-
-    shown = Command(["sample", str(command.run_folder()), "Ann has 3 pens, buys 4 and loses 2. How many pens now?"],
-                    tmp_path, s3_server.environment())  # fmt: skip
-    code, out, err = shown.finish()
-    assert code == 0, err
-    assert "base" in out and "trained" in out and out.count("#### ") >= 4
 
 
 def test_a_run_with_a_tool_learns_to_use_it_whoever_is_killed(tmp_path: Path):
-    command = Command(["run", "tool_grpo", "--json"], tmp_path)
+    command = Command(["run", "tool_grpo", "--json", "--set", "eval_every=40"], tmp_path)
     folder = command.run_folder()
     for role, at_step in (("environment", 3), ("rollout-1", 8)):
         _kill(folder, role, at_step)
     code, out, err = command.finish(240)
     assert code == 0, err
-    result = msgspec.json.decode(out)
-    assert result["restarts"] == 2
+    result = check_result(out, recipe="tool_grpo", restarts=2)
     assert result["accuracy_before"] <= 0.35
     assert result["accuracy_after"] >= 0.85
     assert lines(folder / "eval.jsonl")[-1]["greedy"] >= 0.95
@@ -74,19 +84,25 @@ def test_a_run_with_a_tool_learns_to_use_it_whoever_is_killed(tmp_path: Path):
 
 # Each kill waits for a step after the one before, so it finds a run that has gone on. Six in one run would be too
 # many: a sixth death within a minute ends it.
-@pytest.mark.parametrize("roles", [ROLES[::2], ROLES[1::2]], ids=", ".join)
-def test_killed_roles_cost_nothing_but_time(tmp_path: Path, roles: list[str]):
-    command = Command(["run", "async_grpo", "--json", *SMALL], tmp_path)
+@pytest.mark.parametrize(
+    ("recipe", "max_staleness", "roles"),
+    [("async_grpo", 2, ROLES[::2]), ("one_step_off", 1, ROLES[1::2])],
+    ids=["async_grpo", "one_step_off"],
+)
+def test_killed_roles_cost_nothing_but_time(
+    tmp_path: Path, recipe: str, max_staleness: int, roles: list[str]
+):
+    command = Command(["run", recipe, "--json", *SMALL], tmp_path)
     folder = command.run_folder()
     for role, at_step in zip(roles, (1, 3, 5), strict=True):
         _kill(folder, role, at_step)
     code, out, err = command.finish()
     assert code == 0, err
-    assert msgspec.json.decode(out)["restarts"] == 3
+    check_result(out, recipe=recipe, steps=8, groups_trained=64, restarts=3)
     for role in roles:
         assert err.count(f"{role} died: killed by SIGKILL") == 1
     metrics = check_ledger(folder, 8, 8)
-    assert max(line["staleness/max"] for line in metrics) <= 2
+    assert max(line["staleness/max"] for line in metrics) <= max_staleness
     assert lines(folder / "eval.jsonl")[-1]["step"] == 8
     assert command.processes() == []
 
@@ -106,8 +122,8 @@ def test_a_bucket_that_dies_twice_costs_nothing_but_time(tmp_path: Path):
     server.start()
     try:
         store = f"store=s3://{server.bucket}/killed"
-        command = Command(["run", "async_grpo", "--json", *SMALL, "--set", store, "--set", "inflight_swap=true"],
-                          tmp_path, server.environment())  # fmt: skip
+        arguments = ["run", "inflight_grpo", "--json", *SMALL, "--set", store]
+        command = Command(arguments, tmp_path, server.environment())
         folder = command.run_folder()
         for at_step in (2, 5):
             until(lambda at_step=at_step: len(lines(folder / "metrics.jsonl")) >= at_step)
@@ -117,8 +133,8 @@ def test_a_bucket_that_dies_twice_costs_nothing_but_time(tmp_path: Path):
     finally:
         server.stop()
     assert code == 0, err
-    assert msgspec.json.decode(out)["restarts"] == 0
-    assert max(line["staleness/max"] for line in check_ledger(folder, 8, 8)) <= 2
+    check_result(out, recipe="inflight_grpo", steps=8, groups_trained=64, restarts=0)
+    assert max(line["staleness/max"] for line in check_ledger(folder, 8, 8)) <= 4
     assert command.processes() == []
 
 
@@ -127,8 +143,9 @@ def test_sync_goes_on_after_kills_of_a_worker_and_of_the_trainer(tmp_path: Path)
     folder = command.run_folder()
     for role, at_step in (("rollout-1", 2), ("trainer", 4)):
         _kill(folder, role, at_step)
-    code, _, err = command.finish()
+    code, out, err = command.finish()
     assert code == 0, err
+    check_result(out, recipe="sync_grpo", steps=8, groups_trained=64, restarts=2)
     metrics = check_ledger(folder, 8, 8)
     assert {line["staleness/max"] for line in metrics} == {0}
     assert command.processes() == []
