@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from .stores import opened
 
 # Tests and the processes they start share the cores: where each computes on all of them, they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read at the first import of torch
+MEMORY = Path("/dev/shm")  # what a kill leaves half written is the same there, and nothing waits for a disk
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4e9:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
