@@ -141,7 +141,7 @@ class PromptSource(Actor):
             return self._lease(0, [], finished=finished)
         ids = self._admit(count)
         if not ids and wait and not finished:
-            raise NotYet
+            raise NotYet(self._may_lend)
         ledger.leases += 1
         for id in ids:
             ledger.lend(id, Loan(worker, ledger.leases, self.clock(), ledger.version))
@@ -294,6 +294,12 @@ class PromptSource(Actor):
     def _last_step(self, step: int) -> int:
         """The last whose prompts may be lent after that one."""
         return min(step + self.ahead_steps, self.steps)
+
+    def _may_lend(self) -> bool:
+        """Whether it can be worth the while to ask again for those who wait for prompts."""
+        ledger = self.ledger
+        room = self._last_step(ledger.step) * self.groups_per_step - ledger.next
+        return ledger.version >= 0 and (room > 0 or bool(ledger.returned) or ledger.step >= self.steps)
 
     def _admit(self, count: int) -> list[int]:
         ledger, count = self.ledger, max(0, count)
