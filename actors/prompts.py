@@ -101,6 +101,7 @@ class PromptSource(Actor):
         for loan in self.ledger.loans.values():
             loan.since = self.clock()  # the clock may be another machine's
         self._look_at = self.clock() + self.lease_s
+        self._renew_at, self._renewing = self.clock(), False
         self._spoke = dict.fromkeys(
             self.ledger.workers, self.clock()
         )  # who was heard of when, the latest last
@@ -236,6 +237,9 @@ class PromptSource(Actor):
 
     def step(self) -> float | None:
         """Take back what has been on loan for too long."""
+        if self._renewing or self.clock() >= self._renew_at:
+            self._renewing = not self._renewing
+            self._renew_at = self.clock() + self.lease_s / 2
         if (now := self.clock()) > self._look_at:
             ledger = self.ledger
             late = [id for id, loan in ledger.loans.items() if now - loan.since > self.lease_s]
@@ -296,10 +300,15 @@ class PromptSource(Actor):
         return min(step + self.ahead_steps, self.steps)
 
     def _may_lend(self) -> bool:
-        """Whether it can be worth the while to ask again for those who wait for prompts."""
+        """Whether it can be worth the while to try again for those who wait for prompts.
+
+        Now and then it is, so that they count as heard of.
+        """
         ledger = self.ledger
         room = self._last_step(ledger.step) * self.groups_per_step - ledger.next
-        return ledger.version >= 0 and (room > 0 or bool(ledger.returned) or ledger.step >= self.steps)
+        if self._renewing or ledger.step >= self.steps:
+            return True
+        return ledger.version >= 0 and (room > 0 or bool(ledger.returned))
 
     def _admit(self, count: int) -> list[int]:
         ledger, count = self.ledger, max(0, count)
