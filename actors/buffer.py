@@ -267,7 +267,9 @@ class Buffer(Actor):
         return bool(groups)
 
     def _forget(self, durable: int) -> None:
-        ids = [id for step in [step for step in self._handed if step <= durable] for id in self._handed.pop(step)]
+        ids = [
+            id for step in [step for step in self._handed if step <= durable] for id in self._handed.pop(step)
+        ]
         record = self.record
         record.trained.update(ids)
         while record.trained_below in record.trained:
