@@ -110,13 +110,15 @@ class Buffer(Actor):
         self._place(known)
 
     def _place(self, known: dict[int, Group]) -> None:
-        self._handed = {step: [known.pop(id) for id in ids] for step, ids in self.record.handed.items()}
+        self._handed = {step: {id: known.pop(id) for id in ids} for step, ids in self.record.handed.items()}
+        self._fresh_for = -1  # the trainer's version for which none that waits is stale
         self._waiting = {id: group for id, group in known.items() if not self._was_trained(id)}
 
     @idempotent
     def snapshot(self) -> bytes:
         """Its record and its groups, encoded."""
-        groups = [*self._waiting.values(), *(group for handed in self._handed.values() for group in handed)]
+        handed = (group for groups in self._handed.values() for group in groups.values())
+        groups = [*self._waiting.values(), *handed]
         return msgspec.msgpack.encode(_Snapshot(self.record, groups))
 
     @idempotent
@@ -143,7 +145,7 @@ class Buffer(Actor):
         if self._find(group.id) is not None:
             return "accepted"  # sent again because the answer was lost
         if len(self._waiting) >= self.capacity and group.id not in self._awaited:
-            raise NotYet
+            raise NotYet(self._may_take)
         self._puts += 1
         self._write(group)
         self._waiting[group.id] = group
@@ -189,10 +191,14 @@ class Buffer(Actor):
                 raise NotYet
             self._tell(step, spare)
             oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
-            self._handed[step] = [self._waiting.pop(group.id) for group in oldest[:groups]]
+            self._handed[step] = {group.id: self._waiting.pop(group.id) for group in oldest[:groups]}
             self.record.newest = step
         self._save()
-        return self._batch(self._handed[step])
+        return self._batch([*self._handed[step].values()])
+
+    def _may_take(self) -> bool:
+        """Whether it can be worth the while to put again what there was no room for."""
+        return len(self._waiting) < self.capacity or bool(self._awaited)
 
     def _refusal(self, group: Group) -> str:
         if not _is_well_formed(group):
@@ -245,7 +251,7 @@ class Buffer(Actor):
     def _find(self, id: int) -> Group | None:
         if id in self._waiting:
             return self._waiting[id]
-        return next((group for groups in self._handed.values() for group in groups if group.id == id), None)
+        return next((groups[id] for groups in self._handed.values() if id in groups), None)
 
     @idempotent
     def digest(self, version: Count) -> str:
@@ -259,6 +265,8 @@ class Buffer(Actor):
         return self._digests[version]
 
     def _drop_stale(self) -> bool:
+        if self._fresh_for == self.record.version:
+            return False  # and what has come since was refused if it was
         groups = [group for group in self._waiting.values() if self._is_stale(group)]
         if groups:
             # In this order a kill in between counts or returns a group twice, which harms nobody, but never
@@ -267,13 +275,12 @@ class Buffer(Actor):
             stale = [group.id for group in groups]
             self.prompts.ask(PromptSource.give_back, stale)
             self._remove(stale)
+        self._fresh_for = self.record.version
         return bool(groups)
 
     def _forget(self, durable: int) -> None:
         ids = [
-            group.id
-            for step in [step for step in self._handed if step <= durable]
-            for group in self._handed.pop(step)
+            id for step in [step for step in self._handed if step <= durable] for id in self._handed.pop(step)
         ]
         record = self.record
         record.trained.update(ids)
@@ -314,7 +321,7 @@ class Buffer(Actor):
         self.report(dropped=self.record.dropped)
 
     def _save(self) -> None:
-        self.record.handed = {step: [group.id for group in groups] for step, groups in self._handed.items()}
+        self.record.handed = {step: [*groups] for step, groups in self._handed.items()}
         write_whole(self._folder / "record.json", msgspec.json.encode(self.record))
 
 

@@ -105,6 +105,7 @@ class PromptSource(Actor):
         for loan in self.ledger.loans.values():
             loan.since = self.clock()  # the clock may be another machine's
         self._look_at = self.clock() + self.lease_s
+        self._renew_at, self._renewing = self.clock(), False
         self._spoke = dict.fromkeys(
             self.ledger.workers, self.clock()
         )  # who was heard of when, the latest last
@@ -149,7 +150,7 @@ class PromptSource(Actor):
             return self._lease(0, [], finished=finished)
         ids = self._admit(worker, count)
         if not ids and wait and not finished:
-            raise NotYet
+            raise NotYet(self._may_lend)
         ledger.leases += 1
         for id in ids:
             ledger.lend(id, Loan(worker, ledger.leases, self.clock(), ledger.version))
@@ -254,6 +255,9 @@ class PromptSource(Actor):
 
     def step(self) -> float | None:
         """Take back what has been on loan for too long."""
+        if self._renewing or self.clock() >= self._renew_at:
+            self._renewing = not self._renewing
+            self._renew_at = self.clock() + self.lease_s / 2
         if (now := self.clock()) > self._look_at:
             ledger = self.ledger
             late = [id for id, loan in ledger.loans.items() if now - loan.since > self.lease_s]
@@ -316,6 +320,16 @@ class PromptSource(Actor):
     def _last_step(self, step: int) -> int:
         """The last whose prompts may be lent after that one."""
         return min(step + self.ahead_steps, self.steps)
+
+    def _may_lend(self) -> bool:
+        """Whether it can be worth the while to try again for those who wait for prompts.
+
+        Now and then it is, so that they count as heard of.
+        """
+        ledger = self.ledger
+        if self._renewing or ledger.step >= self.steps:
+            return True
+        return ledger.version >= 0 and (ledger.next < self._last_to_lend() or bool(ledger.returned))
 
     def _admit(self, worker: str, count: int) -> list[int]:
         ledger = self.ledger

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 __all__ = [
     "ActorDied",
     "ActorStopped",
@@ -80,7 +82,15 @@ def _unrecoverable(message: str, exit_code: int) -> Unrecoverable:
 
 
 class NotYet(Exception):
-    """Raised by a handler: keep this message until the actor's state has changed, then try it again."""
+    """Raised by a handler: keep this message until the actor's state has changed, then try it again.
+
+    until: a method of the actor's, without arguments and quick, that returns False as long as no message that waits
+    for it need be tried: a thousand of them then cost no more than one whenever something else changes.
+    """
+
+    def __init__(self, until: Callable[[], bool] | None = None) -> None:
+        super().__init__()
+        self.until = until
 
 
 class Finished(Exception):

@@ -73,6 +73,7 @@ class Exchange:
     places: dict[str, Place]
     turns: Turns
     next_turn: Callable[[Incarnation], Incarnation | None]
+    members: Members = field(default_factory=Members)
     running: Incarnation | None = None
     now: float = 0.0
     changed: bool = True
@@ -82,6 +83,7 @@ class Exchange:
     def announce(self, changed: Place) -> None:
         """Everybody who lives hears how this one is now."""
         member, self.changed = changed.member, True
+        self.members.hear([member])
         for place in self.places.values():
             if place.alive is not None:
                 place.alive.meet(member)
@@ -112,7 +114,8 @@ class Incarnation:
         self.mailbox = Mailbox()
         self.page = exchange.page(self.name)
         self.page.recover()
-        self.members = Members()
+        exchange.members.hear([place.member])
+        self.members = Members(exchange.members)
         self.downs = self.members.downs
         self.answers = Answers()
         self.chain: tuple[str, ...] = ()
@@ -253,8 +256,12 @@ class Incarnation:
     # --- as an Outbox does -------------------------------------------------------------------------------
 
     def meet(self, member: Member) -> None:
-        """This one has changed."""
-        self.members.hear([member])
+        """This one has changed: of a thousand others it concerns few."""
+        self.members.news = True
+        if self.members.watches(member.name):
+            self.members.hear([member])
+        elif not self._unhandled.get(member.name):
+            return
         match member.state:
             case "up":
                 for sent in self._unhandled[member.name].values():
@@ -320,9 +327,10 @@ class Incarnation:
     def _forget_the_dead(self) -> None:
         if self.members.news:
             self.members.news = False
-            alive = {member.incarnation for member in self.members.by_name.values() if member.state != "gone"}
-            for sender in self.page.senders - alive:
-                self.page.forget(sender)
+            if senders := self.page.senders:
+                members = self.members.by_name.values()
+                for sender in senders - {member.incarnation for member in members if member.state != "gone"}:
+                    self.page.forget(sender)
 
     def spend(self, seconds: float) -> None:
         """Be busy for so long."""
@@ -360,7 +368,7 @@ class Incarnation:
         self.strand.check()
         match _from_actor.decode(frame):
             case Hello():
-                self.members.hear(place.member for place in self.exchange.places.values())
+                self.members.news = True
             case Ready():
                 self.place.state = "up"
                 self.exchange.announce(self.place)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -28,17 +29,18 @@ class Mailbox:
     """First come, first served, but for messages set aside by NotYet.
 
     Those are tried again, oldest first, each time another message or a step may have changed the actor's
-    state; the others overtake them meanwhile.
+    state, if what they wait for may have come; the others overtake them meanwhile.
     """
 
     def __init__(self) -> None:
         self._arrived: deque[Incoming] = deque()
-        self._aside: list[Incoming] = []  # oldest first
+        # By what they wait for, oldest first.
+        self._aside: defaultdict[Callable[[], bool] | None, list[Incoming]] = defaultdict(list)
         self._retry: deque[Incoming] = deque()
         self._count = 0
 
     def __len__(self) -> int:
-        return len(self._arrived) + len(self._aside)
+        return len(self._arrived) + sum(map(len, self._aside.values()))
 
     @property
     def ready(self) -> bool:
@@ -52,36 +54,58 @@ class Mailbox:
         """The message to handle now; None if there is none, or all wait for a change."""
         if self._retry:
             message = self._retry.popleft()
-            self._aside.remove(message)
+            self._take_out(message)
             return message
         return self._arrived.popleft() if self._arrived else None
 
-    def set_aside(self, message: Incoming) -> None:
+    def set_aside(self, message: Incoming, until: Callable[[], bool] | None = None) -> None:
+        """until: as in NotYet."""
         if not message.number:  # it is the first time, and whoever was set aside before had come before
             self._count += 1
             message.number = self._count
-        insort(self._aside, message, key=lambda other: other.number)
+        insort(self._aside[until], message, key=_number)
 
     def drop_late(self, now: float) -> list[Incoming]:
         """Take out what was set aside and is past its deadline: nobody waits for it any more."""
-        late = [message for message in self._aside if _is_late(message, now)]
+        late = [message for message in self._oldest_first(self._aside.values()) if _is_late(message, now)]
+        for message in late:
+            self._take_out(message)
         if late:
-            self._aside = [message for message in self._aside if not _is_late(message, now)]
             self._retry = deque(message for message in self._retry if not _is_late(message, now))
         return late
 
     def changed(self) -> None:
         """The actor's state may have changed: what was set aside deserves another try."""
         if self._aside:
-            self._retry = deque(self._aside)
+            self._retry = deque(
+                self._oldest_first(
+                    messages for until, messages in self._aside.items() if until is None or until()
+                )
+            )
 
     def drain(self) -> list[Incoming]:
         """Take everything out, for an actor that stops."""
-        messages = [*self._aside, *self._arrived]
+        messages = [*self._oldest_first(self._aside.values()), *self._arrived]
         self._aside.clear()
         self._arrived.clear()
         self._retry.clear()
         return messages
+
+    def _take_out(self, message: Incoming) -> None:
+        for until, messages in self._aside.items():
+            if message in messages:
+                messages.remove(message)
+                if not messages:
+                    del self._aside[until]
+                return
+
+    @staticmethod
+    def _oldest_first(waiting: Iterable[list[Incoming]]) -> list[Incoming]:
+        return sorted(chain.from_iterable(waiting), key=_number)
+
+
+def _number(message: Incoming) -> int:
+    return message.number
 
 
 def _is_late(message: Incoming, now: float) -> bool:

@@ -17,10 +17,12 @@ class Members:
 
     replicas: of each role, the members that are not gone; if all are, the first, so that asking it says so.
     downs:    ends of watched incarnations that the actor has not been told of.
+    among:    those of all actors of one process, who need hear of each change but once.
     """
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, Member] = {}
+    def __init__(self, among: Members | None = None) -> None:
+        self._among = among
+        self.by_name: dict[str, Member] = {} if among is None else among.by_name
         self.downs: deque[Down] = deque()
         self.news = False  # since somebody last set it to False
         self._replicas: dict[str, list[str]] | None = None  # None: to be made from by_name
@@ -44,6 +46,8 @@ class Members:
 
     @property
     def replicas(self) -> dict[str, list[str]]:
+        if self._among is not None:
+            return self._among.replicas
         if self._replicas is None:
             self._replicas = by_role(list(self.by_name.values()))
         return self._replicas
@@ -77,6 +81,10 @@ class Members:
                 self._ended[name] = 0
                 if name in self.by_name:
                     self._look_at(self.by_name[name])
+
+    def watches(self, name: str) -> bool:
+        """Whether the ends of its incarnations are to be told."""
+        return name in self._ended
 
     def _look_at(self, member: Member) -> None:
         if member.state in ("down", "gone"):

@@ -244,9 +244,9 @@ class Life:
         page.begin(sender, seq, now_ns)
         try:
             kind, value = self._call(message)
-        except NotYet:
+        except NotYet as wait:
             page.set_aside(sender, seq)
-            self.endpoint.mailbox.set_aside(message)
+            self.endpoint.mailbox.set_aside(message, wait.until)
             return False
         except Finished:
             self._turn_away(message)

@@ -98,6 +98,7 @@ class LocalRun:
         self._exchange = Exchange(
             run, folder, pages, {place.name: place for place in self._places}, self._turns, self._next_turn
         )
+        self._exchange.members.hear(place.member for place in self._places)
         self._timers: list[tuple[float, int]] = []  # until when each waits, by number; some are of the past
         self._change_at = NEVER  # when a timer of the supervision runs out
         self.reports, self.dead_letters = self._exchange.reports, self._exchange.dead_letters
