@@ -105,7 +105,7 @@ class PromptSource(Actor):
         for loan in self.ledger.loans.values():
             loan.since = self.clock()  # the clock may be another machine's
         self._look_at = self.clock() + self.lease_s
-        self._renew_at, self._renewing = self.clock(), False
+        self._renew_at, self._renewing = self.clock() + self.lease_s / 2, False
         self._spoke = dict.fromkeys(
             self.ledger.workers, self.clock()
         )  # who was heard of when, the latest last

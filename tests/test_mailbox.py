@@ -48,6 +48,46 @@ def test_what_is_set_aside_waits_for_a_change_and_is_overtaken():
     assert len(mailbox) == 0
 
 
+def test_what_waits_for_a_condition_is_tried_only_when_it_may_have_come():
+    """However many wait for the same one, it is looked at once for each change."""
+    mailbox, room, looks = Mailbox(), False, 0
+
+    def until() -> bool:
+        nonlocal looks
+        looks += 1
+        return room
+
+    messages = [message(seq) for seq in range(1, 6)]
+    for one in messages:
+        mailbox.put(one)
+    for one, condition in zip(messages, [until, None, until, until, None], strict=True):
+        assert mailbox.next() is one
+        mailbox.set_aside(one, condition)
+    mailbox.changed()
+    assert [mailbox.next() for _ in range(3)] == [messages[1], messages[4], None]
+    assert looks == 1 and len(mailbox) == 3
+    room = True
+    mailbox.changed()
+    assert mailbox.next() is messages[0]
+    mailbox.set_aside(messages[0], until)
+    assert [mailbox.next() for _ in range(3)] == [messages[2], messages[3], None]
+    assert looks == 2 and mailbox.drain() == [messages[0]]
+
+
+def test_what_waits_for_a_condition_is_late_all_the_same():
+    mailbox = Mailbox()
+    for seq, deadline in ((1, 5.0), (2, 0.0), (3, 1.0)):
+        mailbox.put(message(seq, deadline=deadline))
+    for condition in (lambda: False, None, lambda: True):
+        one = mailbox.next()
+        assert one is not None
+        mailbox.set_aside(one, condition)
+    assert [late.header.seq for late in mailbox.drop_late(6.0)] == [1, 3]
+    mailbox.changed()
+    one = mailbox.next()
+    assert one is not None and one.header.seq == 2
+
+
 def test_what_was_set_aside_goes_before_what_arrives():
     mailbox = Mailbox()
     first, second = message(1), message(2)

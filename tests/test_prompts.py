@@ -133,6 +133,29 @@ def test_nobody_waits_for_the_share_of_who_wants_no_more(source: PromptSource):
     assert ids_of(ask(source, "busy", after=busy, holding=[1, 2, 3], delivered=[], count=99)) == [4, 5]
 
 
+def test_who_waits_is_tried_again_when_there_may_be_a_prompt_and_now_and_then(
+    source: PromptSource, clock: Clock
+):
+    """So that a thousand waiting cost nothing, and none of them is forgotten."""
+    ask(source, "greedy", count=99)
+    with pytest.raises(NotYet) as waits:
+        ask(source, wait=True)
+    until = waits.value.until
+    assert until is not None and not until()
+    source.step()
+    assert not until()
+    clock.now = 301.0
+    source.step()
+    assert until()
+    source.step()
+    assert not until()
+    source.give_back([0])
+    assert until()
+    assert ids_of(ask(source, wait=True)) == [0] and not until()
+    source.advance(1, 1, {})
+    assert until()
+
+
 def test_a_version_every_two_steps_admits_two_steps_at_once(tmp_path: Path):
     source = started(tmp_path, steps=10, max_staleness=0, publish_every=2)
     source.advance(0, 0, {})

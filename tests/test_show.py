@@ -45,6 +45,8 @@ settings
 + buffer.capacity: 48
 + buffer.max_staleness: 2
 + buffer.weights.url: 'file://'
+- rollout.lease: 8
++ rollout.lease: 24
 + rollout.max_staleness: 2
 + rollout.inflight_swap: False
 - trainer.max_staleness: 0
