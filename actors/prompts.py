@@ -267,7 +267,7 @@ class PromptSource(Actor):
             ledger.save()
             since = min((loan.since for loan in ledger.loans.values()), default=now)
             self._look_at = min(since, now) + self.lease_s  # before that nothing is late
-        return min(5.0, self.lease_s)
+        return 0.0 if self._renewing else min(5.0, self.lease_s)
 
     def _forget(self, before: float) -> None:
         """Those who hold nothing and were heard of last before that time, or are too many."""
