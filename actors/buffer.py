@@ -67,6 +67,10 @@ class _Snapshot(msgspec.Struct):
     groups: list[Group]
 
 
+_Lent = tuple[tuple[int, int, int], Answer[list[int]]]
+"""What is lent under the oldest version that a step may train: the step, the trainer's version, and puts till then."""
+
+
 class Buffer(Actor):
     """Keeps groups until the trainer takes them, on disk as well, so that its death costs none.
 
@@ -97,7 +101,8 @@ class Buffer(Actor):
         self._digests: dict[int, str] = {}
         self._puts = 0
         self._lengths = deque[int](maxlen=1000)
-        self._lent: tuple[tuple[int, int, int], Answer[list[int]]] | None = None
+        self._lent: _Lent | None = None
+        self._trained_files: list[int] = []  # to be removed once the record says that they were trained
         self._awaited: set[int] = set()  # what the next step waits for
         self._told = 0  # the last step of which the prompt source knows what there was to spare
         self._folder: Path = self.state_folder
@@ -193,6 +198,8 @@ class Buffer(Actor):
             oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
             self._handed[step] = {group.id: self._waiting.pop(group.id) for group in oldest[:groups]}
             self.record.newest = step
+            if self.max_staleness > 1:  # nothing more is lent under a version that is not the newest any more
+                self._ask_what_is_lent(step + 1, version + 1)
         self._save()
         return self._batch([*self._handed[step].values()])
 
@@ -222,21 +229,27 @@ class Buffer(Actor):
         It is waited for instead, since what is slow is long, and a policy that is trained without its long answers
         learns to give short ones.
         """
-        question = step, version, self._puts
-        if self._lent is None or self._lent[0] != question:
-            self._lent = (
-                question,
-                self.prompts.ask_soon(PromptSource.lent_under, version - self.max_staleness),
-            )
-        if not self._lent[1].done:
+        if self._lent is None or self._lent[0][:2] != (step, version):
+            self._lent = self._ask_what_is_lent(step, version)
+        (_, _, puts), answer = self._lent
+        if not answer.done:
             return True  # its answer calls `step`, and that has this looked at again
         try:
-            lent = self._lent[1].result()
+            lent = answer.result()
         except AskTimeout:
             self._lent = None  # in the time of whoever asked then: the next may have more
             raise
         self._awaited = {id for id in lent if self._find(id) is None and not self._was_trained(id)}
+        if self._awaited and puts != self._puts:  # it may have been given back since
+            self._lent = None
+            return self._would_be_stale(step, version)
         return bool(self._awaited)
+
+    def _ask_what_is_lent(self, step: int, version: int) -> _Lent:
+        """Under the version whose groups are too old after this step."""
+        answer = self.prompts.ask_soon(PromptSource.lent_under, version - self.max_staleness)
+        self._lent = (step, version, self._puts), answer
+        return self._lent
 
     def step(self) -> float | None:
         """Nothing of its own: see `_would_be_stale`."""
@@ -287,8 +300,7 @@ class Buffer(Actor):
         while record.trained_below in record.trained:
             record.trained.remove(record.trained_below)
             record.trained_below += 1
-        self._save()
-        self._remove(ids)
+        self._trained_files += ids
 
     def _remove(self, ids: list[int]) -> None:
         for id in ids:
@@ -323,6 +335,8 @@ class Buffer(Actor):
     def _save(self) -> None:
         self.record.handed = {step: [*groups] for step, groups in self._handed.items()}
         write_whole(self._folder / "record.json", msgspec.json.encode(self.record))
+        self._remove(self._trained_files)
+        self._trained_files = []
 
 
 def _length(group: Group) -> int:

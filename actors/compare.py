@@ -24,7 +24,7 @@ DEFAULTS = {
 # a run over nine times. A group is waited for when 12 more steps were made without it.
 CONDITIONS = {
     "even": {"rollout_delay": "none"},
-    "stragglers": {"rollout_delay": "lognormal(0.3,0.7)", "max_staleness": "12"},
+    "stragglers": {"rollout_delay": "lognormal(0.45,0.7)", "max_staleness": "12"},
 }
 # Whoever differs in one of these has done other work, or was judged otherwise.
 MUST_MATCH = (

@@ -22,7 +22,7 @@ class Pace:
     def __init__(self, version_groups: int, most: int) -> None:
         self.version_groups, self.most = version_groups, most
         self.least = min(2 * version_groups, most)  # some are trained while others are sampled
-        self.groups = self.least
+        self.groups = min(3 * version_groups, most)  # and some to spare, for a start
         self._spares: list[int] = []  # since the last change
         self._settled_after = 0  # steps from then on
 

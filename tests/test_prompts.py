@@ -332,6 +332,7 @@ def test_what_was_never_lent_cannot_be_given_back(source: PromptSource):
 def test_a_worker_that_has_vanished_loses_its_lease(source: PromptSource, clock: Clock):
     ask(source, "vanished")
     clock.now = 599.0
+    source.step()
     assert source.step() == 5.0
     assert ids_of(ask(source, "other")) == [2, 3]
     clock.now = 601.0

@@ -70,7 +70,7 @@ def test_every_command_is_run_by_a_test_below():
             "rolecall compare sync_grpo async_grpo",  # these two: tests/test_compare.py does, with smaller recipes
             "rolecall compare RUN RUN",
             # A comparison has such runs.
-            "rolecall run async_grpo --set 'rollout_delay=lognormal(0.3,0.7)' --set max_staleness=12 "
+            "rolecall run async_grpo --set 'rollout_delay=lognormal(0.45,0.7)' --set max_staleness=12 "
             "--set loss.correction=tis --set steps=5",
             "rolecall run tool_grpo",  # tests/test_run.py does
             "rolecall plan --groups 32000",  # tests/test_simulation.py does

@@ -107,7 +107,7 @@ SOONER: dict[str, dict[str, Any]] = {
     "async_grpo": {"max_staleness": 1},
     "inflight_grpo": {"max_staleness": 1},
     "expert_iteration": {"iteration": 2},
-    "judged": {"max_staleness": 1},
+    "judged": {"max_staleness": 1, "steps": 7},
 }
 
 
@@ -115,7 +115,7 @@ SOONER: dict[str, dict[str, Any]] = {
                                   "judged"])  # fmt: skip
 def test_a_recipe_learns(tmp_path: Path, name: str):
     recipe = load_recipe(name)
-    run(recipe.build(recipe.Config(**BRIEF, **SOONER.get(name, {}))), tmp_path)
+    run(recipe.build(recipe.Config(**(BRIEF | SOONER.get(name, {})))), tmp_path)
     rewards = [line["reward"] for line in lines(tmp_path, "metrics.jsonl")]
     assert rewards[-1] >= rewards[0] + 0.25, rewards
 
@@ -155,6 +155,23 @@ def test_an_iteration_whose_trainer_dies_in_the_middle_is_sampled_again(tmp_path
     local.run()
     assert [death.name for death in local.deaths] == ["trainer"]
     check_ledger(tmp_path, steps=4, batch=4, max_staleness=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_prompt_is_forgotten_however_often_the_trainer_dies_in_an_iteration(tmp_path: Path, seed: int):
+    """While some of the first are still being sampled, for groups take more or less long."""
+
+    def after_some_steps(run: LocalRun) -> list[str]:
+        made = [report["step"] for report in run.reports["trainer"]]
+        return ["trainer"] if len(run.deaths) < 4 and made[-1:] == [(1, 2, 5, 7)[len(run.deaths)]] else []
+
+    settings: dict[str, Any] = {**SMALL, "steps": 8, "seed": seed, "rollout_delay": "lognormal(1.0,1.0)"}
+    config = expert_iteration.Config(**settings, iteration=4)
+    local = LocalRun(expert_iteration.build(config), folder=tmp_path, kill=after_some_steps)
+    local.run()
+    assert [death.name for death in local.deaths] == ["trainer"] * 4
+    # What it was given before it died is trained after the version that it publishes when it is back.
+    check_ledger(tmp_path, steps=8, batch=4, max_staleness=1)
 
 
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])

@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -126,7 +127,9 @@ def real_run(case: Case, extra: Sequence[str]) -> dict[str, Any]:
         code, _, err = command.finish(600)
         if code:
             raise SystemExit(f"{case} ended with code {code}: {err}")
-        return _found(command.run_folder())
+        found = _found(command.run_folder())
+        print(case, found, file=sys.stderr, flush=True)
+        return found
 
 
 def _found(folder: Path) -> dict[str, Any]:
