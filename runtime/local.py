@@ -135,8 +135,11 @@ class Incarnation:
             self.name, self.incarnation, exchange.pages, exchange.folder, "", exchange.run_id, "", role.actor,
             role.args, role.kwargs,
         )  # fmt: skip
-        self.life = Life(spec, self)
-        self.ending = self.life.live()
+        try:
+            self.life = Life(spec, self)
+            self.ending = self.life.live()
+        finally:
+            self.page.close()  # many runs in one process would have too many open
 
     def _keep_page(self) -> None:
         """The next incarnation's page is as it was at the death, whatever this one notes while it is unwound."""

@@ -78,6 +78,10 @@ class Page:
         self._aside = self._entries(range(self._aside_at, self._receivers_at, 2))
         self._free = [i for i in range(self._receivers_at - 2, self._aside_at - 2, -2) if not words[i + 1]]
 
+    def close(self) -> None:
+        """Give its memory and its file descriptor back; it can't be used any more."""
+        self._words.release()
+
     def _entries(self, places: range) -> dict[tuple[int, int], int]:
         return {(self._words[i], self._words[i + 1]): i for i in places if self._words[i + 1]}
 

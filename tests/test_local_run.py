@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def test_a_run_goes_on_from_what_its_actors_kept(tmp_path: Path):
     ring(tmp_path, count=10)
     run = ring(tmp_path, count=25)
     assert [report["item"] for report in run.reports["consumer"]] == list(range(11, 26))
+
+
+def test_a_run_gives_its_file_descriptors_back_when_it_ends(tmp_path: Path):
+    """Not at the next collection of garbage, of which a simulation of a thousand actors may make little."""
+    gc.disable()
+    try:
+        ring(tmp_path / "first")
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for number in range(3):
+            ring(tmp_path / str(number))
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    finally:
+        gc.enable()
 
 
 class Clock(Actor):

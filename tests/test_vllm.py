@@ -363,7 +363,7 @@ class TestMainJob:
         assert fresh_ratios == pytest.approx([1.0] * len(fresh_ratios), abs=0.001) and fresh_ratios
         log = (command.run_folder() / "logs" / "rollout.log").read_text()
         assert f"rollout runs in a fresh interpreter: it is placed in {PYTHON}" in log
-        assert "serves tiny: max_loras=3 versions at once, up to rank 8, 16 completions" in log
+        assert "serves tiny: max_loras=3 versions at once, up to rank 8, 48 completions" in log
         assert "placed" not in (command.run_folder() / "logs" / "evaluator.log").read_text()
         assert command.processes() == []
 

@@ -39,6 +39,7 @@ _COLDEST, _HOTTEST = (
     0.01,
     2.0,
 )  # above 0: what is colder it takes as this in silence, what is hotter it refuses
+_MOST_SEQS = 1024  # for each vLLM sets memory aside at its start
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM has room for
 
 
@@ -47,7 +48,7 @@ class VllmEngine:
 
     max_loras:      versions that live at once, at least 2: the newest, and those that requests are still under.
     max_lora_rank:  the largest rank of an adapter; vLLM takes room and time for it, whatever they have.
-    max_num_seqs:   completions sampled at once; more of them queue.
+    max_num_seqs:   completions sampled at once, 1,024 at most; more of them queue.
     max_model_len:  tokens of prompt and completion together; by default what the model can take.
     kv_cache_bytes: memory for keys and values; by default 256 MiB on a CPU, and on a GPU all that vLLM finds.
     inflight_swap:  whether `load` makes requests that run go on under the new version. It costs the keys and values
@@ -96,6 +97,7 @@ class VllmEngine:
         self._ids, self._names = itertools.count(), itertools.count()
         self._broken = ""
         self._vllm = import_vllm()
+        max_num_seqs = min(max_num_seqs, _MOST_SEQS)
         self._inflight_swap = inflight_swap
         wanted = {
             "max_loras": max_loras,
