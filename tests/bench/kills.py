@@ -71,9 +71,12 @@ def main() -> None:
 
 
 def _digest_in_one_process() -> str:
+    import torch
+
+    torch.set_num_threads(1)  # as the processes of a run have
     with tempfile.TemporaryDirectory() as folder:
         graph = sync_grpo.build(sync_grpo.Config(steps=STEPS, batch=BATCH))
-        LocalRun(graph, folder=Path(folder), run="undisturbed").run()
+        LocalRun(graph, folder=Path(folder), run=Path(folder).name).run()
         return _digest(Path(folder))
 
 
