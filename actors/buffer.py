@@ -131,7 +131,7 @@ class Buffer(Actor):
         """Go on from a snapshot, whatever is known here."""
         saved = msgspec.msgpack.decode(state, type=_Snapshot)
         early = self._waiting  # put here by a worker that outlived the machine the snapshot is of
-        self.record = saved.record
+        self.record, self._trained_files = saved.record, []  # what was trained since is to be trained again
         self._place(early | {group.id: group for group in saved.groups})
         for group in saved.groups:
             self._write(group)
@@ -199,7 +199,7 @@ class Buffer(Actor):
             self._handed[step] = {group.id: self._waiting.pop(group.id) for group in oldest[:groups]}
             self.record.newest = step
             if self.max_staleness > 1:  # nothing more is lent under a version that is not the newest any more
-                self._ask_what_is_lent(step + 1, version + 1)
+                self._lent = self._ask_what_is_lent(step + 1, version + 1)
         self._save()
         return self._batch([*self._handed[step].values()])
 
@@ -248,8 +248,7 @@ class Buffer(Actor):
     def _ask_what_is_lent(self, step: int, version: int) -> _Lent:
         """Under the version whose groups are too old after this step."""
         answer = self.prompts.ask_soon(PromptSource.lent_under, version - self.max_staleness)
-        self._lent = (step, version, self._puts), answer
-        return self._lent
+        return (step, version, self._puts), answer
 
     def step(self) -> float | None:
         """Nothing of its own: see `_would_be_stale`."""

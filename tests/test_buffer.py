@@ -429,3 +429,17 @@ def test_what_is_dropped_is_counted_by_its_length(tmp_path: Path, peers: Direct,
     assert buffer.put(long_group(31, 999)) == "stale"
     again = started(tmp_path, published, capacity=30, max_staleness=1)
     assert again.record.dropped_deciles == {"stale": [1, 0, 0, 0, 1, 2, 2, 2, 2, 2]}
+
+
+def test_what_a_snapshot_brings_back_stays_although_it_was_done_with_here(
+    buffer: Buffer, tmp_path: Path, published: Published
+):
+    for id in (0, 1):
+        buffer.put(group(id))
+    assert take(buffer, 1) == [0, 1]
+    state = buffer.snapshot()
+    with pytest.raises(NotYet):
+        take(buffer, 2, durable=1)
+    buffer.restore(state)
+    assert take(buffer, 1) == [0, 1]
+    assert take(started(tmp_path, published), 1) == [0, 1]
