@@ -36,7 +36,8 @@ def build(config: Config) -> Graph:
     graph, weights = Graph("rest"), Store()
     prompts = graph.add("prompts", PromptSource, dataset="tiny", seed=0, groups_per_step=config.groups, steps=1,
                         max_staleness=0)  # fmt: skip
-    graph.add("buffer", Buffer, capacity=CAPACITY, max_staleness=0, prompts=prompts, weights=weights)
+    # One more than the prompts' own, or a step would wait for all that is lent, for which there is always room.
+    graph.add("buffer", Buffer, capacity=CAPACITY, max_staleness=1, prompts=prompts, weights=weights)
     graph.add("publisher", Publisher, prompts=prompts, weights=weights)
     about = {"run": "run", "config": {"group_size": 2}}
     add_proxy(graph, host="127.0.0.1", port=0, token_file=Path(config.token_file), about=about)
