@@ -358,7 +358,9 @@ def _is_well_formed_completion(completion: Completion) -> bool:
         _are_token_ids(completion.ids)
         and len(completion.logprobs) == len(completion.ids)
         and all(-LARGEST < logprob <= ROUNDING for logprob in completion.logprobs)
-        and abs(completion.reward) < LARGEST  # NaN is not
+        and all(
+            abs(reward) < LARGEST for reward in (completion.reward, *completion.rewards.values())
+        )  # NaN is not
         and len(completion.versions) == len(completion.ids)
         and completion.versions[0] >= 0
         and completion.versions == sorted(completion.versions)

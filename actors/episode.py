@@ -9,6 +9,7 @@ Rollout workers and evaluators play by the same rules, which are these.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,6 +48,7 @@ class Episode:
         self.prompt, self.prompt_ids = prompt, prompt_ids
         self.turns: list[str] = []
         self.text, self.reward, self.done = "", 0.0, False
+        self.rewards = defaultdict[str, float](float)
         self._seed, self._sampling = seed, sampling
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -73,6 +75,8 @@ class Episode:
     def add_answer(self, turn: Turn, engine: Engine) -> None:
         """What the judge has answered to its last turn. Without room to go on it is cut off there."""
         self.reward += turn.reward
+        for name, reward in turn.rewards.items():
+            self.rewards[name] += reward
         self.done = turn.done
         if turn.done:
             return
@@ -103,6 +107,7 @@ class Episode:
             finish_reason=self._finish_reason,
             text=self.text,
             reward=self.reward,
+            rewards=dict(self.rewards),
         )
 
 

@@ -17,7 +17,7 @@ from .data import load_rows
 from .engines import Engine, Sampling
 from .environment import Environment, EnvironmentHost
 from .episode import Episode, Judge, play
-from .reward import Reward, RewardFunction
+from .reward import Reward, RewardFunction, split_weights
 from .types import Prompt
 
 _RIGHT_IS_1 = ("exact_match", "math_verify", "reasoning_gym")
@@ -26,9 +26,9 @@ __all__ = ["Evaluation", "Evaluator", "accuracy_function"]
 
 
 def accuracy_function(eval_reward: str, reward: str) -> str:
-    """The function that says which answers are right: `eval_reward` if given, else `reward` if that is a
+    """The function that says which answers are right: `eval_reward` if given, else the first in `reward` that is a
     built-in one, which gives 1 for a right answer; a reward of the user's own may not, so else exact_match."""
-    return eval_reward or (reward if reward in _RIGHT_IS_1 else "exact_match")
+    return eval_reward or next((name for name in split_weights(reward) if name in _RIGHT_IS_1), "exact_match")
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .losses import TokenStats
-from .types import Group
+from .types import Completion, Group
 
 __all__ = ["Seen", "group_metrics", "token_metrics"]
 
@@ -24,7 +24,10 @@ class Seen(NamedTuple):
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths of all completions; reward_std is the mean over groups of σ within one, ddof 0."""
+    """Rewards and lengths of all completions; reward_std is the mean over groups of σ within one, ddof 0.
+
+    rewards/…: of each function that rewards are the sum of, if there are several, before it is weighted.
+    """
     rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.ids) for completion in completions]
@@ -32,11 +35,18 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "reward": torch.cat(rewards).mean().item(),
         "reward_std": torch.stack([r.std(correction=0) for r in rewards]).mean().item(),
+        **_mean_rewards(completions),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": cut_off / len(completions),
     }
+
+
+def _mean_rewards(completions: Sequence[Completion]) -> dict[str, float]:
+    names = sorted({name for completion in completions for name in completion.rewards})
+    sums = {name: sum(completion.rewards.get(name, 0.0) for completion in completions) for name in names}
+    return {f"rewards/{name}": total / len(completions) for name, total in sums.items()}
 
 
 def token_metrics(seen: Sequence[Seen]) -> dict[str, float]:

@@ -9,14 +9,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
 from .custom import load_from_file
 from .gyms import reasoning_gym
 from .types import Prompt, Turn
 
-__all__ = ["Reward", "RewardFunction", "exact_match", "math_verify", "reward_function"]
+__all__ = [
+    "Reward",
+    "RewardFunction",
+    "exact_match",
+    "math_verify",
+    "reward_function",
+    "reward_functions",
+    "split_weights",
+]
 
 PATIENCE_WITH_A_REWARD_S = (
     600.0  # a function that takes longer over one group hangs, as far as a run can tell
@@ -26,6 +34,7 @@ RewardFunction = Callable[[Prompt, str], float]
 
 CHECK_TIMEOUT_S = 1
 _REPORTED_AT_ONCE = 16  # groups
+_WEIGHTED = re.compile(r"(-?\d+(?:\.\d*)?|-?\.\d+)\s*\*\s*(.*)", re.ASCII | re.DOTALL)
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
@@ -79,35 +88,71 @@ def reward_function(name: str) -> RewardFunction:
     return named[name] if name in named else load_from_file(name, "reward", named)
 
 
+class Weighted(NamedTuple):
+    """A reward function, and how much it counts."""
+
+    name: str
+    weight: float
+    fn: RewardFunction
+
+
+def split_weights(names: str) -> dict[str, float]:
+    """The functions that a setting such as "exact_match,0.1*short.py:short" names, and what each counts."""
+    weights: dict[str, float] = {}
+    for part in names.split(","):
+        match = _WEIGHTED.fullmatch(part.strip())
+        name, weight = (match[2], float(match[1])) if match else (part.strip(), 1.0)
+        if name in weights:
+            raise Unrecoverable(f"the reward {names!r} names {name!r} twice: name it once", exit_code=2)
+        weights[name] = weight
+    return weights
+
+
+def reward_functions(names: str) -> list[Weighted]:
+    """Those that `split_weights` finds, each as `reward_function` gives it.
+
+    They are called as in their files; several that are called alike, as in the setting.
+    """
+    weights = split_weights(names)
+    fns = {name: reward_function(name) for name in weights}
+    called = [_called(fn) for fn in fns.values()]
+    alike = len(set(called)) < len(called)
+    return [Weighted(name if alike else _called(fn), weights[name], fn) for name, fn in fns.items()]
+
+
+def _called(fn: RewardFunction) -> str:
+    return getattr(fn, "__name__", repr(fn))
+
+
 class Reward(Actor):
-    """Scores completions with one function, in its own process: slow or broken checks hurt nobody else.
+    """Scores completions with one function, or the weighted sum of several, in its own process: slow or broken checks
+    hurt nobody else.
 
     Reported: the seconds that each group took.
 
-    fn: the function, or its name as `reward_function` takes it.
+    fn: the function, or the name of one or several as `reward_functions` takes them.
     """
+
+    functions: Sequence[Weighted] = ()
 
     def __init__(self, *, fn: RewardFunction | str) -> None:
         self.given = fn
 
     def on_start(self) -> None:
-        self.fn = reward_function(self.given) if isinstance(self.given, str) else self.given
-        try:
-            inspect.signature(self.fn).bind(None, "")
-        except TypeError as error:
-            raise Unrecoverable(
-                f"reward function {self._name} must take two arguments, the prompt and the completion's text: "
-                f"{error}",
-                exit_code=2,
-            ) from error
+        fn = self.given
+        self.functions = reward_functions(fn) if isinstance(fn, str) else [Weighted(_called(fn), 1.0, fn)]
+        for name, _, fn in self.functions:
+            try:
+                inspect.signature(fn).bind(None, "")
+            except TypeError as error:
+                raise Unrecoverable(
+                    f"reward function {name} must take two arguments, the prompt and the completion's text: {error}",
+                    exit_code=2,
+                ) from error
 
     @cached_property
     def _took_s(self) -> deque[float]:
         return deque(maxlen=1024)
-
-    @property
-    def _name(self) -> str:
-        return getattr(self.fn, "__name__", repr(self.fn))
 
     @idempotent
     def open(self, prompts: Sequence[Prompt]) -> list[str]:
@@ -119,15 +164,19 @@ class Reward(Actor):
     def respond(self, prompt: Prompt, transcripts: Sequence[Sequence[str]]) -> list[Turn]:
         """A reward for each completion, which ends with its first turn. Raises as `score` does."""
         began = time.monotonic()
-        scores = self.score(prompt, ["".join(turns) for turns in transcripts])
+        completions = ["".join(turns) for turns in transcripts]
+        if len(self.functions) > 1:
+            turns = [self._turn(prompt, completion) for completion in completions]
+        else:
+            turns = [Turn(reward=score, done=True) for score in self.score(prompt, completions)]
         self._took_s.append(time.monotonic() - began)
-        return [Turn(reward=score, done=True) for score in scores]
+        return turns
 
     @idempotent
     @max_run_s(PATIENCE_WITH_A_REWARD_S)
     def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """One reward a completion. Raises Unrecoverable if the function raises or gives no finite number."""
-        return [self._score_one(prompt, completion) for completion in completions]
+        """One reward a completion. Raises Unrecoverable if a function raises or gives no finite number."""
+        return [self._turn(prompt, completion).reward for completion in completions]
 
     def step(self) -> float | None:
         if len(self._took_s) >= _REPORTED_AT_ONCE:
@@ -139,20 +188,26 @@ class Reward(Actor):
             self.report(score_s=list(self._took_s))
             self._took_s.clear()
 
-    def _score_one(self, prompt: Prompt, completion: str) -> float:
-        try:
-            value = self.fn(prompt, completion)
-        except Exception as error:  # whatever a user's function raises
-            raise Unrecoverable(
-                f"reward function {self._name} raised {type(error).__name__}: {error}, on prompt {prompt.id} "
-                f"({prompt.text[:80]!r}) and completion {completion[:80]!r}: mend the function"
-            ) from error
-        if not _is_finite(value):
-            raise Unrecoverable(
-                f"reward function {self._name} gave {value!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a "
-                "reward must be a finite number"
-            )
-        return float(value)
+    def _turn(self, prompt: Prompt, completion: str) -> Turn:
+        rewards = {one.name: _score(one, prompt, completion) for one in self.functions}
+        total = sum(one.weight * rewards[one.name] for one in self.functions)
+        return Turn(reward=total, rewards=rewards, done=True)
+
+
+def _score(one: Weighted, prompt: Prompt, completion: str) -> float:
+    try:
+        value = one.fn(prompt, completion)
+    except Exception as error:  # whatever a user's function raises
+        raise Unrecoverable(
+            f"reward function {one.name} raised {type(error).__name__}: {error}, on prompt {prompt.id} "
+            f"({prompt.text[:80]!r}) and completion {completion[:80]!r}: mend the function"
+        ) from error
+    if not _is_finite(value):
+        raise Unrecoverable(
+            f"reward function {one.name} gave {value!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a "
+            "reward must be a finite number"
+        )
+    return float(value)
 
 
 def _is_finite(value: object) -> bool:

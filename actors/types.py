@@ -46,14 +46,20 @@ class Lease(Struct, frozen=True, kw_only=True):
 class Turn(Struct, frozen=True, kw_only=True):
     """What is answered to a turn of the policy's.
 
-    text:   put after the turn, for the policy to go on from.
-    reward: for this turn; a completion's is the sum of its turns'.
-    done:   whether this was the last one; nothing is put after it.
+    text:    put after the turn, for the policy to go on from.
+    reward:  for this turn; a completion's is the sum of its turns'.
+    rewards: by name, of what the reward is made up, if of several.
+    done:    whether this was the last one; nothing is put after it.
     """
 
     text: str = ""
     reward: float = 0.0
+    rewards: dict[str, float] = {}
     done: bool = False
+
+
+Rewards = Annotated[dict[Annotated[str, Meta(max_length=200)], float], Meta(max_length=64)]
+"""By name; as much as a machine may send that is not trusted."""
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -67,6 +73,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     mask:          true where the policy sampled the token, and only there is it trained; empty where it sampled all.
     finish_reason: "stop" (it came to its end) or "length" (cut off).
     reward:        what the reward function or the environment gave; NaN until it is scored.
+    rewards:       by name, of what that is made up, if of several: for the metrics.
     """
 
     ids: list[int]
@@ -76,6 +83,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     text: str
     mask: list[bool] = []
     reward: float = float("nan")
+    rewards: Rewards = {}
 
     @property
     def sampled(self) -> int:

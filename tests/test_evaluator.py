@@ -177,6 +177,7 @@ def test_accuracy_counts_what_its_own_function_calls_right(tmp_path: Path, store
         ("", "exact_match", "exact_match"),
         ("", "math_verify", "math_verify"),
         ("", "short.py:short", "exact_match"),
+        ("", "short.py:short,2*math_verify", "math_verify"),
         ("mine.py:right", "math_verify", "mine.py:right"),
     ],
 )

@@ -304,6 +304,20 @@ def test_on_policy_metrics() -> None:
     assert 0 < metrics["entropy"] < 6.2  # log 448 = 6.1
 
 
+def test_the_mean_of_each_function_that_rewards_are_made_up_of() -> None:
+    policy = learner()
+    batch_of = groups(policy, count=2)
+    batch_of[0] = change(batch_of[0], rewards={"right": 1.0, "short": -3.0})
+    metrics = policy.step(batch_of, version=0)
+    count = sum(len(group.completions) for group in batch_of)
+    means = {name: value for name, value in metrics.items() if name.startswith("rewards/")}
+    share = len(batch_of[0].completions) / count
+    assert means == {"rewards/right": pytest.approx(share), "rewards/short": pytest.approx(-3 * share)}
+    assert not [
+        name for name in policy.step(groups(policy, count=2), version=0) if name.startswith("rewards/")
+    ]
+
+
 def test_only_groups_of_this_version_count_as_fresh() -> None:
     policy = learner()
     fresh = groups(policy, count=2, version=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -175,8 +176,12 @@ def test_files_of_ones_own(tmp_path: Path):
             name = re.match(r"# (\w+\.py)\n", body)
             assert name, "each python block begins with its file's name"
             (tmp_path / name[1]).write_text(body)
-    short = _arguments("rolecall run async_grpo --set reward=short.py")
+    short = _arguments("rolecall run async_grpo --set reward=exact_match")
     assert "in 5 steps" in _run([*short, *FEW], tmp_path)
+    [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
+    for line in map(json.loads, metrics.read_text().splitlines()):
+        parts = line["rewards/exact_match"] + 0.01 * line["rewards/short"]
+        assert line["reward"] == pytest.approx(parts)
     assert "in 5 steps" in _run([*_arguments("rolecall run diary.py"), *FEW], tmp_path)
     retry = _arguments("rolecall run tool_grpo --set environment=retry.py")
     assert "in 5 steps" in _run([*retry, *FEW], tmp_path)

@@ -151,6 +151,39 @@ def test_functions_by_name(tmp_path: Path):
     assert started(tmp_path, f"{file}:short").score(prompt("1"), ["", "abc"]) == [8.0, 7.25]
 
 
+def test_several_functions_are_weighed_and_each_is_told(tmp_path: Path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def short(prompt, completion):\n    return -float(len(completion))\n")
+    reward = started(tmp_path, f"exact_match, 0.5*{file}:short")
+    right, wrong = reward.respond(prompt("1"), [["####", " 1"], ["ab"]])
+    assert (right.reward, right.rewards) == (-2.0, {"exact_match": 1.0, "short": -6.0})
+    assert (wrong.reward, wrong.rewards) == (-1.0, {"exact_match": 0.0, "short": -2.0})
+    assert reward.score(prompt("1"), ["#### 1", "ab"]) == [-2.0, -1.0]
+    assert started(tmp_path, "-.5 * exact_match").respond(prompt("1"), [["#### 1"]])[0].reward == -0.5
+
+
+def test_several_functions_of_one_name_are_told_apart(tmp_path: Path):
+    for name, value in (("a.py", 1.0), ("b.py", 2.0)):
+        (tmp_path / name).write_text(f"def mine(prompt, completion):\n    return {value}\n")
+    [turn] = started(tmp_path, f"{tmp_path}/a.py:mine,{tmp_path}/b.py:mine").respond(prompt("1"), [["x"]])
+    assert turn.rewards == {f"{tmp_path}/a.py:mine": 1.0, f"{tmp_path}/b.py:mine": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("exact_match,exact_match", "names 'exact_match' twice: name it once"),
+        ("exact_match,", "there is no reward ''"),
+        ("exact_match,2*", "there is no reward ''"),
+        ("x*exact_match", r"there is no reward 'x\*exact_match'"),
+    ],
+)
+def test_names_that_cannot_be(tmp_path: Path, names: str, text: str):
+    with pytest.raises(Unrecoverable, match=text) as caught:
+        started(tmp_path, names)
+    assert caught.value.exit_code == 2
+
+
 REWARDS = """
 LIMIT = 3
 def short(prompt, completion): return 1.0
