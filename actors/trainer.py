@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from ..runtime import Actor, Finished, Ref
+from ..runtime import Actor, Answer, Finished, Ref
 from ..runtime.files import read_lines, write_whole
 from ..runtime.store import Store
 from .buffer import GroupSource
@@ -94,6 +94,7 @@ class Trainer(Actor):
         self.learner = self._load_learner()
         self.metrics_file: Path = self.context.folder / "metrics.jsonl"
         self.done = self.durable = 0
+        self._ahead: Answer[Batch] | None = None  # what the next step was asked for, or is not yet
         self.successes: dict[int, float] = {}  # of the prompts trained since the last version
         checkpoint = self.store.latest_checkpoint()
         if checkpoint is not None:
@@ -146,20 +147,35 @@ class Trainer(Actor):
         metrics = self.learner.step(batch.groups, version=self.version)
         trained = self.clock()
         self.done += 1
+        self._ask_ahead()
         self.successes |= {group.id: _success(group) for group in batch.groups}
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
         if self.done % self.checkpoint_every == 0 or self.done == self.steps:
             self._checkpoint()
-        if self.done % self.publish_every == 0 or self.done == self.steps:
+        if self._is_published():
             self._publish(self.version)
         self.began_waiting = self.clock()
         self.publish_s = self.began_waiting - trained
         return 0.0
 
+    def _ask_ahead(self) -> None:
+        """The next step's groups can be on their way while this step is saved and published.
+
+        Not with a max_staleness below 2: more may then be lent, until the version is out, that this step has to wait for.
+        """
+        if self.max_staleness > 1 and self.done < self.steps:
+            version = self.version + self._is_published()
+            source = self.groups.within(PATIENCE_S)
+            self._ahead = source.ask_soon(GroupSource.take, self.done + 1, self.batch, version, self.durable)
+
     def _take(self) -> Batch:
         """The groups of the next step; without groups if stale ones were dropped instead."""
-        source = self.groups.within(PATIENCE_S)
-        parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            parts = [ahead.result()]
+        else:
+            source = self.groups.within(PATIENCE_S)
+            parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
         # Of a machine that was lost another may have sampled the share, too: the same completions, to be trained once.
         given = {group.id: group for part in parts for group in part.groups}
         if given and len(given) != self.batch:
@@ -169,6 +185,10 @@ class Trainer(Actor):
             )
         groups = [given[id] for id in sorted(given)]
         return replace(parts[0], groups=groups, depth=sum(part.depth for part in parts))
+
+    def _is_published(self) -> bool:
+        """Whether a version comes out after this step."""
+        return self.done % self.publish_every == 0 or self.done == self.steps
 
     def _publish(self, newest: int) -> None:
         """Publish the weights as the version after `newest`, and let the prompt source admit more work."""
