@@ -161,7 +161,7 @@ class Trainer(Actor):
     def _ask_ahead(self) -> None:
         """The next step's groups can be on their way while this step is saved and published.
 
-        Not with a max_staleness below 2: more may then be lent, until the version is out, that this step has to wait for.
+        Not with a max_staleness below 2: until the version is out, more can then be lent that the step has to wait for.
         """
         if self.max_staleness > 1 and self.done < self.steps:
             version = self.version + self._is_published()
