@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,8 @@ RING = "ring.msgpack"
 
 
 class _Ring(msgspec.Struct):
-    """What a checkpoint holds besides the learner's state: snapshots, all lines of metrics.jsonl, and what the prompt
-    source is to hear with the next version."""
+    """What a checkpoint holds besides the learner's state: snapshots, all lines of metrics.jsonl, packed by zlib for a
+    long run has many, and what the prompt source is to hear with the next version."""
 
     prompts: bytes
     groups: bytes
@@ -121,7 +122,7 @@ class Trainer(Actor):
             self.prompts.ask(PromptSource.restore, ring.prompts)
             self.groups.ask_each(GroupSource.restore, ring.groups)
             write_whole(
-                self.metrics_file, ring.metrics
+                self.metrics_file, zlib.decompress(ring.metrics)
             )  # last: should this one be killed, it is all done again
 
     def _load_learner(self) -> Learner:
@@ -210,7 +211,7 @@ class Trainer(Actor):
             # Before the groups: one delivered in between is then in both, and known by its id, instead of in neither.
             prompts=self.prompts.ask(PromptSource.snapshot),
             groups=self.groups.ask_each(GroupSource.snapshot)[0],
-            metrics=self.metrics_file.read_bytes(),
+            metrics=zlib.compress(self.metrics_file.read_bytes(), level=1),
             successes=self.successes,
         )
         files = self.learner.state() | {RING: msgspec.msgpack.encode(ring)}
