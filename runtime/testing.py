@@ -17,7 +17,7 @@ each time. Between two turns `kill` names who dies now:
 and an actor that raises Killed dies right there. What a killed actor told the others is in their mailboxes;
 if they die, too, before they have handled it, it is lost, as it is in a run.
 
-Each actor has a thread only so that it can wait in the middle of a handler; exactly one runs at any moment.
+Each actor has a stack of its own, a greenlet, so that it can wait in the middle of a handler; all share one thread.
 """
 
 from __future__ import annotations
