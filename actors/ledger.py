@@ -87,6 +87,10 @@ class Ledger:
         """What is lent to it."""
         return {id: self.loans[id] for id in self._held.get(worker, ())}
 
+    def held(self, worker: str) -> int:
+        """How many those are."""
+        return len(self._held.get(worker, ()))
+
     def hear(self, worker: str, heard: Heard) -> None:
         self.workers[worker] = heard
         self._heard_of.add(worker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -23,6 +23,7 @@ class Incoming(Struct, eq=False, gc=False):
     buffers: Sequence[Any]
     route: Any = None
     number: int = 0  # of those set aside, in the order of arrival
+    until: Callable[[], bool] | None = None  # what it waits for, while it is set aside
 
 
 class Mailbox:
@@ -63,6 +64,7 @@ class Mailbox:
         if not message.number:  # it is the first time, and whoever was set aside before had come before
             self._count += 1
             message.number = self._count
+        message.until = until
         insort(self._aside[until], message, key=_number)
 
     def drop_late(self, now: float) -> list[Incoming]:
@@ -92,12 +94,10 @@ class Mailbox:
         return messages
 
     def _take_out(self, message: Incoming) -> None:
-        for until, messages in self._aside.items():
-            if message in messages:
-                messages.remove(message)
-                if not messages:
-                    del self._aside[until]
-                return
+        waiting = self._aside[message.until]
+        del waiting[bisect_left(waiting, message.number, key=_number)]
+        if not waiting:
+            del self._aside[message.until]
 
     @staticmethod
     def _oldest_first(waiting: Iterable[list[Incoming]]) -> list[Incoming]:
