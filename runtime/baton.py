@@ -26,17 +26,18 @@ class Killed(BaseException):
 class Strand(greenlet):
     """A stack that runs `body` whenever it is let, until it waits or ends.
 
-    Its parent is the stack on which it was made, and which lets it run.
+    Whoever makes it, in a stack of his own, is who lets it run.
 
     on_death: called once, in the moment in which it is killed.
-    error:    what `body` raised, unless it was killed.
+    died_of:  what `body` raised, unless it was killed.
     until:    when it goes on in any case, on a clock of whoever lets it.
     """
 
     def __init__(self, body: Callable[[], None], on_death: Callable[[], None]) -> None:
-        super().__init__()
+        self._maker = getcurrent()
+        super().__init__(self._run, self._maker)
         self.killed = self.done = False
-        self.error: BaseException | None = None
+        self.died_of: BaseException | None = None
         self.until = float("inf")
         self._body, self._on_death = body, on_death
         self._may_go: Callable[[], bool] = lambda: True
@@ -72,16 +73,15 @@ class Strand(greenlet):
 
     def hand_over(self, other: Strand | None) -> None:
         """Let this one run now, or whoever lets strands run choose; returns when it is one's own turn again."""
-        (self.parent if other is None else other).switch()
+        (self._maker if other is None else other).switch()
         self.check()
 
-    def run(self) -> None:
-        """What a greenlet does: see `body`."""
+    def _run(self) -> None:
         try:
             self.check()
             self._body()
         except BaseException as error:  # noqa: BLE001  kept for whoever lets it run
-            self.error = None if self.killed else error
+            self.died_of = None if self.killed else error
         self.done = True
 
 

@@ -273,8 +273,8 @@ class LocalRun:
             self._bury(place, life)
 
     def _bury(self, place: Place, life: Incarnation) -> None:
-        if life.strand.error is not None:
-            raise life.strand.error
+        if life.strand.died_of is not None:
+            raise life.strand.died_of
         killed = life.strand.killed
         finished = not killed and life.ending.kind == "finished"
         reason = describe_exit(signal.SIGKILL if killed else 0)
