@@ -314,15 +314,15 @@ class Incarnation:
 
     def wait(self, timeout_s: float | None) -> None:
         until = NEVER if timeout_s is None else self.exchange.now + timeout_s
-        until = min([until, *(pending.deadline for pending in self.answers.waiting)])
-        self._pause(
-            lambda: (
-                self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
-            ),
-            until,
-        )
-        self.expire(self.exchange.now)
+        for pending in self.answers.waiting:
+            until = min(until, pending.deadline)
+        self._pause(self._has_news, until)
+        if self.answers.waiting:
+            self.expire(self.exchange.now)
         self._forget_the_dead()
+
+    def _has_news(self) -> bool:
+        return self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
 
     def wait_for_stop(self, timeout_s: float) -> None:
         self._pause(lambda: self.stopping, self.exchange.now + timeout_s)
