@@ -36,7 +36,7 @@ class GroupSource(Protocol):
 
     @idempotent
     def snapshot(self) -> bytes:
-        """What another, in another folder, needs to go on from here; empty if that is nothing."""
+        """What another, in another folder, needs to go on from here: of several, any knows it."""
         ...
 
     @idempotent

@@ -58,7 +58,8 @@ class Ledger:
 
     leases:  how many there have been. step, version: the trainer's newest.
     workers: those that hold prompts, or were heard of in the time of a lease.
-    loans, returned: to look at; what changes them are the methods. All is written by `save`.
+    loans, returned: to look at; what changes them are the methods. All is written by `save`, but for who had what was
+    returned, which is a hint.
     """
 
     def __init__(self, file: Path) -> None:
@@ -68,7 +69,7 @@ class Ledger:
         self.version = -1
         self.workers: dict[str, Heard] = {}
         self.loans: dict[int, Loan] = {}
-        self.returned: set[int] = set()
+        self.returned: dict[int, str] = {}  # and who had it last; empty if that is not known
         self._held: dict[str, set[int]] = {}
         self._heard_of: set[str] = set()  # these two: what has changed
         self._moved: set[int] = set()
@@ -86,6 +87,10 @@ class Ledger:
     def held_by(self, worker: str) -> Mapping[int, Loan]:
         """What is lent to it."""
         return {id: self.loans[id] for id in self._held.get(worker, ())}
+
+    def held(self, worker: str) -> int:
+        """How many those are."""
+        return len(self._held.get(worker, ()))
 
     def hear(self, worker: str, heard: Heard) -> None:
         self.workers[worker] = heard
@@ -107,8 +112,9 @@ class Ledger:
 
     def take_back(self, id: int) -> None:
         """It is to be lent again."""
+        last = self.loans[id].worker if id in self.loans else self.returned.get(id, "")
         self._take(id)
-        self.returned.add(id)
+        self.returned[id] = last
 
     def start_afresh(self, next: int) -> None:
         """Whatever was under way: all prompts from this one on are to be lent, and those returned before it."""
@@ -118,7 +124,7 @@ class Ledger:
 
     def _take(self, id: int) -> None:
         self._moved.add(id)
-        self.returned.discard(id)
+        self.returned.pop(id, None)
         if (loan := self.loans.pop(id, None)) is not None:
             held = self._held[loan.worker]
             held.remove(id)

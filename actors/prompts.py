@@ -6,6 +6,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -150,7 +151,7 @@ class PromptSource(Actor):
             return self._lease(0, [], finished=finished)
         ids = self._admit(worker, count)
         if not ids and wait and not finished:
-            raise NotYet(self._may_lend)
+            raise NotYet(self._may_lend if self._room <= 0 else partial(self._may_lend_to, worker))
         ledger.leases += 1
         for id in ids:
             ledger.lend(id, Loan(worker, ledger.leases, self.clock(), ledger.version))
@@ -326,29 +327,55 @@ class PromptSource(Actor):
 
         Now and then it is, so that they count as heard of.
         """
-        ledger = self.ledger
-        if self._renewing or ledger.step >= self.steps:
+        if self._renewing or self.ledger.step >= self.steps:
             return True
-        return ledger.version >= 0 and (ledger.next < self._last_to_lend() or bool(ledger.returned))
+        return self.ledger.version >= 0 and (self._room > 0 or bool(self.ledger.returned))
+
+    def _may_lend_to(self, worker: str) -> bool:
+        """As `_may_lend`, for one that had its share: each gives back at its own time, and for all the others to try
+        again would take as many tries as there are workers, for every prompt."""
+        if not self._may_lend():
+            return False
+        return self._renewing or bool(self.ledger.returned) or self._share(worker, 1, self._room) > 0
 
     def _admit(self, worker: str, count: int) -> list[int]:
         ledger = self.ledger
         if count > 0:
             self._sharers.add(worker)
-        ids = heapq.nsmallest(count, ledger.returned) if ledger.version >= 0 else []
-        room = max(0, self._last_to_lend() - ledger.next)
+        ids = self._returned(worker, count)
+        room = self._room
         fresh = max(0, min(room, self._share(worker, count, room) - len(ids)))
         ids += range(ledger.next, ledger.next + fresh)
         ledger.next += fresh
+        if self.max_staleness == 0 and ledger.version >= 0:
+            ids += heapq.nsmallest(count - len(ids), ledger.returned.keys() - ids)
         (self._wanting.add if len(ids) < count else self._wanting.discard)(worker)
         return ids
+
+    def _returned(self, worker: str, count: int) -> list[int]:
+        """Of what was returned, the oldest.
+
+        With max_staleness=0 only what this worker had itself: what another had may be whole, and with the trainer.
+        """
+        returned = self.ledger.returned
+        if not returned or self.ledger.version < 0:
+            return []
+        if self.max_staleness == 0:
+            returned = [id for id, last in returned.items() if last == worker]
+        return heapq.nsmallest(count, returned)
 
     def _share(self, worker: str, count: int, room: int) -> int:
         """So many; or, while others have asked in vain, no more than leaves as many to each of them."""
         if self._wanting <= {worker}:
             return count
-        share = math.ceil((len(self.ledger.loans) + room) / len(self._sharers))
-        return min(count, share - len(self.ledger.held_by(worker)))
+        sharers = len(self._sharers) + (worker not in self._sharers)
+        share = math.ceil((len(self.ledger.loans) + room) / sharers)
+        return min(count, share - self.ledger.held(worker))
+
+    @property
+    def _room(self) -> int:
+        """How many prompts may be lent by now that never were."""
+        return max(0, self._last_to_lend() - self.ledger.next)
 
     def _last_to_lend(self) -> int:
         """All prompts before this one may be lent by now."""

@@ -120,7 +120,7 @@ class Trainer(Actor):
         self.successes = ring.successes
         if _last_step(self.metrics_file) < self.done:  # a line is written before its checkpoint
             self.prompts.ask(PromptSource.restore, ring.prompts)
-            self.groups.ask_each(GroupSource.restore, ring.groups)
+            self.groups.any().within(PATIENCE_S).ask(GroupSource.restore, ring.groups)
             write_whole(
                 self.metrics_file, zlib.decompress(ring.metrics)
             )  # last: should this one be killed, it is all done again
@@ -170,22 +170,31 @@ class Trainer(Actor):
             self._ahead = source.ask_soon(GroupSource.take, self.done + 1, self.batch, version, self.durable)
 
     def _take(self) -> Batch:
-        """The groups of the next step; without groups if stale ones were dropped instead."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            parts = [ahead.result()]
-        else:
-            source = self.groups.within(PATIENCE_S)
-            parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
-        # Of a machine that was lost another may have sampled the share, too: the same completions, to be trained once.
+        """The groups of the next step; without groups if stale ones were dropped instead.
+
+        A worker that dies after it gave its share may have another sample it, too, instead of its own: the same
+        completions, to be trained once. What is missing then is sampled by its next incarnation, once that is asked.
+        """
+        parts = self._given()
         given = {group.id: group for part in parts for group in part.groups}
-        if given and len(given) != self.batch:
-            raise ValueError(
-                f"step {self.done + 1} was given the groups {sorted(given)} instead of {self.batch} different ones: "
-                "a share was lost, and the step is made again"
-            )
+        while given and len(given) != self.batch:
+            before, parts = parts, self._given()
+            given |= {group.id: group for part in parts for group in part.groups}
+            if parts == before:
+                raise ValueError(
+                    f"step {self.done + 1} was given the groups {sorted(given)} twice, instead of {self.batch} "
+                    "different ones: a share was lost, and the step is made again"
+                )
         groups = [given[id] for id in sorted(given)]
         return replace(parts[0], groups=groups, depth=sum(part.depth for part in parts))
+
+    def _given(self) -> list[Batch]:
+        """What the buffer, or each worker, gives for the next step."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return [ahead.result()]
+        source = self.groups.within(PATIENCE_S)
+        return source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
 
     def _is_published(self) -> bool:
         """Whether a version comes out after this step."""
@@ -210,7 +219,7 @@ class Trainer(Actor):
         ring = _Ring(
             # Before the groups: one delivered in between is then in both, and known by its id, instead of in neither.
             prompts=self.prompts.ask(PromptSource.snapshot),
-            groups=self.groups.ask_each(GroupSource.snapshot)[0],
+            groups=self.groups.any().within(PATIENCE_S).ask(GroupSource.snapshot),
             metrics=zlib.compress(self.metrics_file.read_bytes(), level=1),
             successes=self.successes,
         )

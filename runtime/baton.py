@@ -1,10 +1,11 @@
-"""Threads of which exactly one runs at any moment, and which can be killed wherever they wait; whose turn it is."""
+"""Stacks of which exactly one runs at any moment, and which can be killed wherever they wait; whose turn it is."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
+
+from greenlet import getcurrent, greenlet
 
 __all__ = ["Killed", "Strand", "Turns"]
 
@@ -17,43 +18,36 @@ class Killed(BaseException):
 
     def __init__(self) -> None:
         super().__init__()
-        if _running is not None:
-            _running.die()
+        running = getcurrent()
+        if isinstance(running, Strand):
+            running.die()
 
 
-_running: Strand | None = None
-_back = threading.Lock()  # to whoever lets strands run
-_back.acquire()
+class Strand(greenlet):
+    """A stack that runs `body` whenever it is let, until it waits or ends.
 
-
-class Strand:
-    """A thread that runs `body` whenever it is let, until it waits or ends.
+    Whoever makes it, in a stack of his own, is who lets it run.
 
     on_death: called once, in the moment in which it is killed.
-    error:    what `body` raised, unless it was killed.
+    died_of:  what `body` raised, unless it was killed.
     until:    when it goes on in any case, on a clock of whoever lets it.
     """
 
-    def __init__(self, name: str, body: Callable[[], None], on_death: Callable[[], None]) -> None:
+    def __init__(self, body: Callable[[], None], on_death: Callable[[], None]) -> None:
+        self._maker = getcurrent()
+        super().__init__(self._run, self._maker)
         self.killed = self.done = False
-        self.error: BaseException | None = None
+        self.died_of: BaseException | None = None
         self.until = float("inf")
         self._body, self._on_death = body, on_death
         self._may_go: Callable[[], bool] = lambda: True
-        self._go = threading.Lock()  # open once it has been released, as is _back
-        self._go.acquire()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def can_go(self, now: float) -> bool:
         return not self.done and (self.until <= now or self._may_go())
 
     def go_on(self) -> None:
         """Let it run; returns when it, or the one that it has handed over to, waits or has ended."""
-        global _running
-        _running = self
-        self._go.release()
-        _back.acquire()
-        _running = None
+        self.switch()
 
     def kill(self) -> None:
         """Unwind it from where it waits; nothing after that point runs but its own `except` and `finally`."""
@@ -72,36 +66,23 @@ class Strand:
         if self.killed:
             raise Killed
 
-    def pause(self, may_go: Callable[[], bool], until: float) -> None:
-        """Let others run until `may_go`, or until that time."""
-        self.wait_for(may_go, until)
-        self.hand_over(None)
-
     def wait_for(self, may_go: Callable[[], bool], until: float) -> None:
-        """As `pause`, up to the moment in which others run."""
+        """Let others run until `may_go`, or until that time; they do once it hands over."""
         self.check()
         self._may_go, self.until = may_go, until
 
     def hand_over(self, other: Strand | None) -> None:
         """Let this one run now, or whoever lets strands run choose; returns when it is one's own turn again."""
-        global _running
-        if other is None:
-            _back.release()
-        else:
-            _running = other
-            other._go.release()
-        self._go.acquire()
+        (self._maker if other is None else other).switch()
         self.check()
 
     def _run(self) -> None:
-        self._go.acquire()
         try:
             self.check()
             self._body()
         except BaseException as error:  # noqa: BLE001  kept for whoever lets it run
-            self.error = None if self.killed else error
+            self.died_of = None if self.killed else error
         self.done = True
-        _back.release()
 
 
 class Turns:

@@ -1,4 +1,4 @@
-"""One incarnation of an actor in a LocalRun: its thread, what it has sent, and how that reaches others.
+"""One incarnation of an actor in a LocalRun: its stack, what it has sent, and how that reaches others.
 
 Messages go from one actor's hands into another's mailbox, but by the rules of an Outbox: their sender keeps them
 until they are handled, and gives them again to the receiver's next incarnation.
@@ -106,7 +106,7 @@ class _Sent(Struct, eq=False):
 
 
 class Incarnation:
-    """One incarnation of an actor: its thread, the Transport and the LifeSupport it lives on, what it has sent."""
+    """One incarnation of an actor: its stack, the Transport and the LifeSupport it lives on, what it has sent."""
 
     def __init__(self, exchange: Exchange, place: Place) -> None:
         self.exchange, self.place = exchange, place
@@ -126,7 +126,7 @@ class Incarnation:
         self.ending = Ending("killed")
         self._unhandled: defaultdict[str, dict[int, _Sent]] = defaultdict(dict)  # by receiver and seq
         self._seq = 0
-        self.strand = Strand(self.name, self._body, self._keep_page)
+        self.strand = Strand(self._body, self._keep_page)
         self.stir()
 
     def _body(self) -> None:
@@ -314,15 +314,15 @@ class Incarnation:
 
     def wait(self, timeout_s: float | None) -> None:
         until = NEVER if timeout_s is None else self.exchange.now + timeout_s
-        until = min([until, *(pending.deadline for pending in self.answers.waiting)])
-        self._pause(
-            lambda: (
-                self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
-            ),
-            until,
-        )
-        self.expire(self.exchange.now)
+        for pending in self.answers.waiting:
+            until = min(until, pending.deadline)
+        self._pause(self._has_news, until)
+        if self.answers.waiting:
+            self.expire(self.exchange.now)
         self._forget_the_dead()
+
+    def _has_news(self) -> bool:
+        return self.mailbox.ready or bool(self.downs or self.answers or self.dead_letters) or self.stopping
 
     def wait_for_stop(self, timeout_s: float) -> None:
         self._pause(lambda: self.stopping, self.exchange.now + timeout_s)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from math import inf
 from typing import Any
 
 from msgspec import Struct
@@ -23,6 +24,7 @@ class Incoming(Struct, eq=False, gc=False):
     buffers: Sequence[Any]
     route: Any = None
     number: int = 0  # of those set aside, in the order of arrival
+    until: Callable[[], bool] | None = None  # what it waits for, while it is set aside
 
 
 class Mailbox:
@@ -38,6 +40,7 @@ class Mailbox:
         self._aside: defaultdict[Callable[[], bool] | None, list[Incoming]] = defaultdict(list)
         self._retry: deque[Incoming] = deque()
         self._count = 0
+        self._deadline = inf  # none of what was set aside has an earlier one
 
     def __len__(self) -> int:
         return len(self._arrived) + sum(map(len, self._aside.values()))
@@ -63,25 +66,29 @@ class Mailbox:
         if not message.number:  # it is the first time, and whoever was set aside before had come before
             self._count += 1
             message.number = self._count
+        message.until = until
+        if message.header.deadline:
+            self._deadline = min(self._deadline, message.header.deadline)
         insort(self._aside[until], message, key=_number)
 
     def drop_late(self, now: float) -> list[Incoming]:
         """Take out what was set aside and is past its deadline: nobody waits for it any more."""
-        late = [message for message in self._oldest_first(self._aside.values()) if _is_late(message, now)]
+        if now <= self._deadline:
+            return []
+        late = [one for one in self._oldest_first(self._aside.values()) if _is_late(one, now)]
         for message in late:
             self._take_out(message)
         if late:
             self._retry = deque(message for message in self._retry if not _is_late(message, now))
+        waiting = chain.from_iterable(self._aside.values())
+        self._deadline = min((one.header.deadline or inf for one in waiting), default=inf)
         return late
 
     def changed(self) -> None:
         """The actor's state may have changed: what was set aside deserves another try."""
         if self._aside:
-            self._retry = deque(
-                self._oldest_first(
-                    messages for until, messages in self._aside.items() if until is None or until()
-                )
-            )
+            due = [messages for until, messages in self._aside.items() if until is None or until()]
+            self._retry = deque(due[0] if len(due) == 1 else self._oldest_first(due))
 
     def drain(self) -> list[Incoming]:
         """Take everything out, for an actor that stops."""
@@ -92,12 +99,10 @@ class Mailbox:
         return messages
 
     def _take_out(self, message: Incoming) -> None:
-        for until, messages in self._aside.items():
-            if message in messages:
-                messages.remove(message)
-                if not messages:
-                    del self._aside[until]
-                return
+        waiting = self._aside[message.until]
+        del waiting[bisect_left(waiting, message.number, key=_number)]
+        if not waiting:
+            del self._aside[message.until]
 
     @staticmethod
     def _oldest_first(waiting: Iterable[list[Incoming]]) -> list[Incoming]:

@@ -17,7 +17,7 @@ each time. Between two turns `kill` names who dies now:
 and an actor that raises Killed dies right there. What a killed actor told the others is in their mailboxes;
 if they die, too, before they have handled it, it is lost, as it is in a run.
 
-Each actor has a thread only so that it can wait in the middle of a handler; exactly one runs at any moment.
+Each actor has a stack of its own, a greenlet, so that it can wait in the middle of a handler; all share one thread.
 """
 
 from __future__ import annotations
@@ -273,8 +273,8 @@ class LocalRun:
             self._bury(place, life)
 
     def _bury(self, place: Place, life: Incarnation) -> None:
-        if life.strand.error is not None:
-            raise life.strand.error
+        if life.strand.died_of is not None:
+            raise life.strand.died_of
         killed = life.strand.killed
         finished = not killed and life.ending.kind == "finished"
         reason = describe_exit(signal.SIGKILL if killed else 0)

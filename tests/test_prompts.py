@@ -125,6 +125,26 @@ def test_who_asks_in_vain_has_a_share_of_what_comes_next(tmp_path: Path):
     assert len(ask(source, "late", after=late, holding=ids_of(late), delivered=[], count=9).prompts) == 9
 
 
+def test_who_has_his_share_is_tried_again_when_it_has_grown(tmp_path: Path):
+    """Not whenever there is a prompt for others: a thousand would be tried for each of them."""
+    source = started(tmp_path, steps=99, groups_per_step=4, max_staleness=2)
+    source.advance(0, 0, {})
+    first = ask(source, "greedy", count=99)
+    assert ids_of(ask(source, "late", count=5)) == []
+    source.advance(1, 1, {})
+    with pytest.raises(NotYet) as waits:  # it has 10, and 7 are for each of the two
+        ask(source, "greedy", after=first, holding=range(2, 12), delivered=[0, 1], count=2, wait=True)
+    until = waits.value.until
+    assert until is not None and not until()
+    number = first.number
+    source.hold("greedy", 1, number, dict.fromkeys(range(9, 12), number), dict.fromkeys(range(2, 9), number))
+    assert until()  # it has 3, and 4 are for each
+    again = ask(
+        source, "greedy", after=first, holding=range(9, 12), delivered=[*range(9)], count=2, wait=True
+    )
+    assert ids_of(again) == [12]
+
+
 def test_nobody_waits_for_the_share_of_who_wants_no_more(source: PromptSource):
     ask(source, "idle", count=1)
     busy = ask(source, "busy", count=99)
@@ -434,7 +454,7 @@ def test_workers_that_hold_nothing_are_forgotten_after_a_lease(
     restarted.step()
     clock.now = 18000.0
     restarted.step()
-    assert restarted.ledger.workers == {} and restarted.ledger.returned == {1}
+    assert restarted.ledger.workers == {} and restarted.ledger.returned.keys() == {1}
 
 
 def test_invented_names_do_not_pile_up(source: PromptSource, monkeypatch: pytest.MonkeyPatch):

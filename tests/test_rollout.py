@@ -109,7 +109,7 @@ def test_one_round_is_lease_sample_score_put(peers: Peers):
             assert len(completion.ids) == len(completion.logprobs) == len(completion.versions)
     worker.step()  # asking again has said that they were delivered
     assert not {0, 1, 2} & peers.prompts.ledger.loans.keys()
-    assert peers.prompts.ledger.returned == set()
+    assert peers.prompts.ledger.returned == {}
 
 
 class Slow(FakeEngine):
@@ -230,7 +230,7 @@ def test_an_idle_worker_says_what_it_has_delivered_before_it_is_lent_again(peers
         peers.now += pause
         peers.prompts.step()
     assert peers.now < 600.0
-    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned == set()
+    assert peers.prompts.ledger.loans == {} and peers.prompts.ledger.returned == {}
 
 
 def test_a_version_that_comes_between_two_answers_is_not_slept_through(peers: Peers):
@@ -484,7 +484,8 @@ def test_a_broken_reward_ends_the_run(peers: Peers):
     def broken(prompt: Prompt, completion: str) -> float:
         return math.nan
 
-    peers.reward.fn = broken
+    reward = peers.actors["reward"] = Reward(fn=broken)
+    begin(reward, peers.folder, "reward")
     with pytest.raises(Unrecoverable, match="reward function broken gave nan"):
         work(peers.worker(sink=True))
 

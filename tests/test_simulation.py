@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def test_whatever_machines_are_lost_each_step_has_its_groups_and_none_is_too_sta
     assert found.lost >= 3
     assert found.groups_trained == 12 * 4
     assert found.staleness_max <= (2 if recipe is async_grpo else 0)
+
+
+def test_machines_that_are_lost_all_the_time_are_no_death_of_the_trainer():
+    """Of a lockstep step whose shares two have sampled only what is missing is asked for again."""
+    found = predicted(VARIED, lost_per_h=1000, recipe=sync_grpo, rollout_workers=4, steps=20)
+    assert found.lost >= 10
+    assert found.groups_trained == 20 * 4
+    assert "start" not in found.shares["trainer"]  # as whoever is restarted has
 
 
 @pytest.mark.parametrize("recipe", [async_grpo, sync_grpo])
@@ -207,3 +216,33 @@ def test_a_plan_adds_up(monkeypatch: pytest.MonkeyPatch):
         f"{saving(usd['async', 'far'], usd['sync', 'near']):>5.0%}  async on far (serverless) instead of sync"
         in told
     )
+
+
+def handled(workers: int) -> int:
+    """How often handlers are called in all, tries that end in NotYet included."""
+    calls = 0
+
+    def counted(handler: Any) -> Any:
+        @wraps(handler)
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return handler(*args)
+
+        return call
+
+    graph = async_grpo.build(
+        async_grpo.Config(steps=6, rollout_workers=workers, batch=workers, group_size=2, eval_every=1000)
+    )
+    for role in list(graph):
+        handlers = {name: getattr(role.actor, name) for name in dir(role.actor)}
+        handlers = {name: counted(one) for name, one in handlers.items() if getattr(one, "idempotent", False)}
+        graph.recast(role.name, type(role.actor.__name__, (role.actor,), handlers))
+    how = profile(token_s=0.00025, publish=constant(0.1, 0.3), score=constant(0.001, 0.02))
+    simulate(graph, msgspec.structs.replace(how, tokens=constant(5, 20, 50, 64)), starts=False)
+    return calls
+
+
+def test_four_times_the_workers_have_four_times_as_much_to_do():
+    """Whatever waits is tried again when it may succeed: if each change had all of it tried, it would be 5 times."""
+    assert handled(96) < 4.4 * handled(24)

@@ -296,6 +296,23 @@ def test_what_it_tells_and_asks(tmp_path: Path, max_staleness: int):
         assert line["perf/step_s"] == pytest.approx(sum(line[key] for key in parts))
 
 
+def test_a_share_that_two_have_sampled_is_trained_once_and_what_is_missing_asked_for(tmp_path: Path):
+    """The second died after it gave its own, and another sampled that instead of what was left."""
+    peers = Source([batch(0), batch(0, 0)])
+    trainer = started(tmp_path, max_staleness=0)
+    trainer.step()
+    assert trainer.done == 1
+    assert [asked for asked in peers.asked if asked[0] == "take"] == [("take", 1, 2, 0, 0)] * 2
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["groups"] == [0, 1]
+
+
+def test_a_share_that_nobody_has_is_an_error(tmp_path: Path):
+    Source([batch(0), batch(0)])
+    with pytest.raises(ValueError, match=r"step 1 was given the groups \[0\] twice, instead of 2 different ones"):
+        started(tmp_path, max_staleness=0).step()
+
+
 def test_with_each_version_it_tells_how_much_was_right(tmp_path: Path):
     given = batch(0, 0)
     rewarded = [rewards_of(one, own) for one, own in zip(given.groups, ((1, 0.5), (-2, 0)), strict=True)]
