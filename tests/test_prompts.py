@@ -387,6 +387,18 @@ def test_without_staleness_a_version_starts_afresh(tmp_path: Path, version: int)
         assert ids_of(ask(source, "b")) == [2, 3]
 
 
+def test_without_staleness_what_a_worker_had_that_died_is_lent_to_others_last(tmp_path: Path):
+    """Its groups may be whole, and with the trainer already."""
+    source = started(tmp_path, max_staleness=0, groups_per_step=4)
+    source.advance(0, 0, {})
+    assert [ids_of(ask(source, name, count=1)) for name in ("a", "b")] == [[0], [1]]
+    for name in ("a", "b"):
+        source.on_down(Down(name, 1, "killed", final=False))
+    assert ids_of(ask(source, "c", count=1)) == [2]
+    assert ids_of(ask(source, "b", count=2, incarnation=2)) == [1, 3]
+    assert ids_of(ask(source, "d", count=1)) == [0]
+
+
 def test_the_long_poll_for_a_newer_version(source: PromptSource):
     assert source.policy(-1) == 0
     with pytest.raises(NotYet):

@@ -74,10 +74,11 @@ def test_whatever_machines_are_lost_each_step_has_its_groups_and_none_is_too_sta
 
 def test_machines_that_are_lost_all_the_time_are_no_death_of_the_trainer():
     """Of a lockstep step whose shares two have sampled only what is missing is asked for again."""
-    found = predicted(VARIED, lost_per_h=1000, recipe=sync_grpo, rollout_workers=4, steps=20)
-    assert found.lost >= 10
-    assert found.groups_trained == 20 * 4
-    assert "start" not in found.shares["trainer"]  # as whoever is restarted has
+    for seed in range(3):
+        found = predicted(VARIED, lost_per_h=100, seed=seed, recipe=sync_grpo, rollout_workers=4, steps=40)
+        assert found.lost >= 5
+        assert found.groups_trained == 40 * 4
+        assert "start" not in found.shares["trainer"]  # as whoever is restarted has
 
 
 @pytest.mark.parametrize("recipe", [async_grpo, sync_grpo])

@@ -309,7 +309,9 @@ def test_a_share_that_two_have_sampled_is_trained_once_and_what_is_missing_asked
 
 def test_a_share_that_nobody_has_is_an_error(tmp_path: Path):
     Source([batch(0), batch(0)])
-    with pytest.raises(ValueError, match=r"step 1 was given the groups \[0\] twice, instead of 2 different ones"):
+    with pytest.raises(
+        ValueError, match=r"step 1 was given the groups \[0\] twice, instead of 2 different ones"
+    ):
         started(tmp_path, max_staleness=0).step()
 
 
