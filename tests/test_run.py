@@ -63,7 +63,7 @@ def test_the_main_job_learns_to_show_its_working_over_s3(tmp_path: Path, s3_serv
     result = check_result(
         out, recipe="async_grpo", steps=12, groups_trained=192, restarts=0, groups_dropped={}
     )
-    assert result["accuracy_after"] >= result["accuracy_before"] + 0.15
+    assert result["accuracy_after"] >= result["accuracy_before"] + 0.3
     assert (Path(result["adapter"]) / "adapter_model.safetensors").exists()
     check_main_job(command.run_folder(), 12)
     assert command.processes() == []
