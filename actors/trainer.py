@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from ..runtime import Actor, Finished, Ref
+from ..runtime import Actor, Answer, Finished, Ref
 from ..runtime.files import read_lines, write_whole
 from ..runtime.store import Store
 from .buffer import GroupSource
@@ -30,8 +31,8 @@ RING = "ring.msgpack"
 
 
 class _Ring(msgspec.Struct):
-    """What a checkpoint holds besides the learner's state: snapshots, all lines of metrics.jsonl, and what the prompt
-    source is to hear with the next version."""
+    """What a checkpoint holds besides the learner's state: snapshots, all lines of metrics.jsonl, packed by zlib for a
+    long run has many, and what the prompt source is to hear with the next version."""
 
     prompts: bytes
     groups: bytes
@@ -94,6 +95,7 @@ class Trainer(Actor):
         self.learner = self._load_learner()
         self.metrics_file: Path = self.context.folder / "metrics.jsonl"
         self.done = self.durable = 0
+        self._ahead: Answer[Batch] | None = None  # what the next step was asked for, or is not yet
         self.successes: dict[int, float] = {}  # of the prompts trained since the last version
         checkpoint = self.store.latest_checkpoint()
         if checkpoint is not None:
@@ -120,7 +122,7 @@ class Trainer(Actor):
             self.prompts.ask(PromptSource.restore, ring.prompts)
             self.groups.ask_each(GroupSource.restore, ring.groups)
             write_whole(
-                self.metrics_file, ring.metrics
+                self.metrics_file, zlib.decompress(ring.metrics)
             )  # last: should this one be killed, it is all done again
 
     def _load_learner(self) -> Learner:
@@ -146,20 +148,35 @@ class Trainer(Actor):
         metrics = self.learner.step(batch.groups, version=self.version)
         trained = self.clock()
         self.done += 1
+        self._ask_ahead()
         self.successes |= {group.id: _success(group) for group in batch.groups}
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
         if self.done % self.checkpoint_every == 0 or self.done == self.steps:
             self._checkpoint()
-        if self.done % self.publish_every == 0 or self.done == self.steps:
+        if self._is_published():
             self._publish(self.version)
         self.began_waiting = self.clock()
         self.publish_s = self.began_waiting - trained
         return 0.0
 
+    def _ask_ahead(self) -> None:
+        """The next step's groups can be on their way while this step is saved and published.
+
+        Not with a max_staleness below 2: until the version is out, more can then be lent that the step has to wait for.
+        """
+        if self.max_staleness > 1 and self.done < self.steps:
+            version = self.version + self._is_published()
+            source = self.groups.within(PATIENCE_S)
+            self._ahead = source.ask_soon(GroupSource.take, self.done + 1, self.batch, version, self.durable)
+
     def _take(self) -> Batch:
         """The groups of the next step; without groups if stale ones were dropped instead."""
-        source = self.groups.within(PATIENCE_S)
-        parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            parts = [ahead.result()]
+        else:
+            source = self.groups.within(PATIENCE_S)
+            parts = source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
         # Of a machine that was lost another may have sampled the share, too: the same completions, to be trained once.
         given = {group.id: group for part in parts for group in part.groups}
         if given and len(given) != self.batch:
@@ -169,6 +186,10 @@ class Trainer(Actor):
             )
         groups = [given[id] for id in sorted(given)]
         return replace(parts[0], groups=groups, depth=sum(part.depth for part in parts))
+
+    def _is_published(self) -> bool:
+        """Whether a version comes out after this step."""
+        return self.done % self.publish_every == 0 or self.done == self.steps
 
     def _publish(self, newest: int) -> None:
         """Publish the weights as the version after `newest`, and let the prompt source admit more work."""
@@ -190,7 +211,7 @@ class Trainer(Actor):
             # Before the groups: one delivered in between is then in both, and known by its id, instead of in neither.
             prompts=self.prompts.ask(PromptSource.snapshot),
             groups=self.groups.ask_each(GroupSource.snapshot)[0],
-            metrics=self.metrics_file.read_bytes(),
+            metrics=zlib.compress(self.metrics_file.read_bytes(), level=1),
             successes=self.successes,
         )
         files = self.learner.state() | {RING: msgspec.msgpack.encode(ring)}

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rolecall.actors.attention import BLOCK, attention_mask
+from rolecall.actors.logprobs import logprobs, refuse_unless_packable
+from rolecall.actors.lora import Lora
+from rolecall.actors.model import add_lora, load_model
 from rolecall.actors.packing import MAX_PADDING, Batch, pack
 from rolecall.actors.types import Completion, Group, Prompt
 from rolecall.runtime.errors import Unrecoverable
@@ -222,3 +225,29 @@ def test_a_mask_of_another_length_is_an_error() -> None:
     one = msgspec.structs.replace(one, completions=[msgspec.structs.replace(one.completions[0], mask=[True])])
     with pytest.raises(ValueError, match="2 tokens with a mask of 1"):
         pack([one], [[1.0]], row_tokens=20)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_rows_attended_by_blocks_have_the_log_probs_of_rows_attended_whole() -> None:
+    """Forward, and not compiled: a CPU has no backward for it."""
+    answers = [[9, 8, 7] * 10, [9, 8, 6] * 12, [3] * 40]
+    groups = [group(i, [5 + i] * (20 + i), answers) for i in range(3)]
+    found: list[list[torch.Tensor]] = []
+    for attention in ("sdpa", "flex_attention"):
+        base = load_model("tiny", device="cpu", dtype=torch.float32, attention=attention)
+        policy = add_lora(base, Lora(), seed=0)
+        joined = attention == "flex_attention"
+        packed = pack(groups, [[1.0] * 3] * 3, row_tokens=4 * BLOCK, joined=joined)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            refuse_unless_packable(policy, "tiny")
+            lps = {
+                int(number): lp[batch.completion == number]
+                for batch in packed.batches
+                for lp in [logprobs(policy, batch, 1.0)[0]]
+                for number in batch.completion.unique()
+            }
+        found.append([lps[number] for number in sorted(lps)])
+    whole, by_blocks = found
+    assert [len(lp) for lp in whole] == [len(answer) for answer in answers] * 3
+    for ours, theirs in zip(by_blocks, whole, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)

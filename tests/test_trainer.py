@@ -265,21 +265,25 @@ def batch(*versions: int, dropped: dict[str, int] | None = None, depth: int = 0)
     return Batch(groups=groups, dropped=dropped or {}, depth=depth)
 
 
-def test_what_it_tells_and_asks(tmp_path: Path):
-    peers = Source([batch(0, 0), batch(), batch(0, 1, dropped={"stale": 3}, depth=5)])
-    trainer = started(tmp_path)
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_what_it_tells_and_asks(tmp_path: Path, max_staleness: int):
+    """With more than 1 the next step's groups are asked for before this one is saved."""
+    peers = Source([batch(0, 0), batch(), batch(0, 1, dropped={"stale": 3}, depth=5), batch(1, 2)])
+    trainer = started(tmp_path, max_staleness=max_staleness)
     trainer.step()
     trainer.step()  # a batch without groups: stale ones were dropped
     assert trainer.done == 1
     trainer.step()
+    ahead = max_staleness > 1
     assert peers.asked == [
         ("advance", 0, 0),
         ("take", 1, 2, 0, 0),
+        *[("take", 2, 2, 1, 0)] * ahead,
         ("snapshot",),
         ("snapshot",),
         ("advance", 1, 1),
-        ("take", 2, 2, 1, 1),
-        ("take", 2, 2, 1, 1),
+        *[("take", 2, 2, 1, 1)] * (2 - ahead),
+        *[("take", 3, 2, 2, 1)] * ahead,
         ("snapshot",),
         ("snapshot",),
         ("advance", 2, 2),
@@ -295,7 +299,7 @@ def test_what_it_tells_and_asks(tmp_path: Path):
 def test_with_each_version_it_tells_how_much_was_right(tmp_path: Path):
     given = batch(0, 0)
     rewarded = [rewards_of(one, own) for one, own in zip(given.groups, ((1, 0.5), (-2, 0)), strict=True)]
-    peers = Source([replace(given, groups=rewarded)])
+    peers = Source([replace(given, groups=rewarded), batch(1, 1)])
     started(tmp_path).step()
     assert peers.successes == [{}, {0: 0.75, 1: 0.0}]
 
@@ -313,7 +317,13 @@ def test_versions_and_checkpoints_now_and_then(tmp_path: Path):
     assert [asked for asked in peers.asked if asked[0] == "advance"] == [
         ("advance", 0, 0), ("advance", 2, 1), ("advance", 4, 2), ("advance", 5, 3),
     ]  # fmt: skip
-    assert [asked[4] for asked in peers.asked if asked[0] == "take"] == [0, 0, 0, 3, 3]
+    assert [asked[3:] for asked in peers.asked if asked[0] == "take"] == [
+        (0, 0),
+        (0, 0),
+        (1, 0),
+        (1, 0),
+        (2, 3),
+    ]
     with pytest.raises(Finished):
         trainer.step()
     head = trainer.store.head()
