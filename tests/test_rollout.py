@@ -484,7 +484,8 @@ def test_a_broken_reward_ends_the_run(peers: Peers):
     def broken(prompt: Prompt, completion: str) -> float:
         return math.nan
 
-    peers.reward.fn = broken
+    peers.reward.given = broken
+    peers.reward.on_start()
     with pytest.raises(Unrecoverable, match="reward function broken gave nan"):
         work(peers.worker(sink=True))
 
