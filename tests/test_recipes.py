@@ -164,8 +164,9 @@ def test_no_prompt_is_forgotten_however_often_the_trainer_dies_in_an_iteration(t
         made = [report["step"] for report in run.reports["trainer"]]
         return ["trainer"] if len(run.deaths) < 4 and made[-1:] == [(1, 2, 5, 7)[len(run.deaths)]] else []
 
-    delays: dict[str, Any] = {"rollout_delay": "lognormal(1.0,1.0)", "seed": seed}
-    config = expert_iteration.Config(**SMALL | {"steps": 8, "max_tokens": 4} | delays, iteration=4)
+    delay = "lognormal(1.0,1.0)"
+    settings: dict[str, Any] = {**SMALL, "steps": 8, "max_tokens": 4, "seed": seed, "rollout_delay": delay}
+    config = expert_iteration.Config(**settings, iteration=4)
     local = LocalRun(expert_iteration.build(config), folder=tmp_path, kill=after_some_steps)
     local.run()
     assert [death.name for death in local.deaths] == ["trainer"] * 4
@@ -202,7 +203,8 @@ def test_sync_is_on_policy(sync: LocalRun):
 
 
 def test_answers_are_read_and_not_trained(tmp_path: Path):
-    run(tool_grpo.build(tool_grpo.Config(**SMALL | {"max_tokens": 64})), tmp_path)
+    settings: dict[str, Any] = {**SMALL, "max_tokens": 64}  # shorter ones are never right
+    run(tool_grpo.build(tool_grpo.Config(**settings)), tmp_path)
     for line in lines(tmp_path, "metrics.jsonl"):
         assert 0 < line["tokens_trained"] < 16 * line["completions/mean_length"]
         # If tokens that nobody sampled were counted, as certain ones, ratios would be far below 1.
