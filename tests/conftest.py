@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,12 +21,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read at the first import of tor
 MEMORY = Path("/dev/shm")  # what a kill leaves half written is the same there, and nothing waits for a disk
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4e9:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    tempfile.tempdir = str(MEMORY)  # Hypothesis draws many examples in one test: each has a folder of its own
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shared out to several processes, slow tests come first, so that none of them is left with the last one."""
+    """Shared out to several processes, slow tests come first, so that none of them is left with the last one.
+
+    So does the file that takes longest of all without them.
+    """
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        items.sort(
+            key=lambda item: (item.get_closest_marker("slow") is None, item.path.name != "test_recipes.py")
+        )
 
 
 @pytest.fixture(scope="session")

@@ -138,4 +138,4 @@ def test_a_local_run_with_delays_repeats_in_virtual_time(tmp_path: Path):
     assert first.turns == second.turns
     assert final_digest(first.folder) == final_digest(second.folder)
     assert first.now > 9
-    check_ledger(first.folder, steps=2, batch=4, max_staleness=2)
+    check_ledger(first.folder, steps=3, batch=4, max_staleness=2)

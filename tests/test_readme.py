@@ -20,7 +20,7 @@ from .commands import Command, lines, proxy_url, until
 from .hosts import install
 from .hub import Hub
 from .s3 import S3Server
-from .test_run import ROLES, SMALL, check_ledger
+from .test_run import ROLES, SMALL, check_ledger, check_main_job
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +107,8 @@ def test_the_first_line_and_the_sample(tmp_path: Path):
     out = _run(["run", "async_grpo"], tmp_path)
     ((before, after),) = re.findall(r"held-out accuracy (0\.\d+) → (0\.\d+|1\.00) in", out)
     assert float(before) <= 0.40 and float(after) >= 0.85
+    (folder,) = tmp_path.glob("runs/*")
+    check_main_job(folder, 40)
     line = next(line for line in out.splitlines() if line.startswith("try it: "))
     program, *arguments = re.findall(r'"[^"]*"|\S+', line.removeprefix("try it: "))
     assert program == "rolecall"
@@ -152,21 +154,25 @@ def test_sync_with_settings(tmp_path: Path):
     assert "in 5 steps" in out and "groups trained: 20; dropped: none" in out
 
 
-def test_another_loss(tmp_path: Path):
-    run = _arguments("rolecall run async_grpo --set loss.kind")
-    assert "in 5 steps" in _run([*run, *FEW], tmp_path)
-    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
-    assert all("kl_ref" in line for line in lines(metrics))
+@pytest.fixture(scope="module")
+def another_loss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of five steps."""
+    folder = tmp_path_factory.mktemp("another-loss")
+    arguments = _arguments("rolecall run async_grpo --set loss.kind")
+    assert "in 5 steps" in _run([*arguments, *FEW], folder)
+    (run,) = folder.glob("runs/*")
+    return run
 
 
-def test_a_run_is_foreseen(tmp_path: Path):
-    _run(["run", "async_grpo", *FEW, "--set", "steps=3"], tmp_path)
-    (run,) = tmp_path.glob("runs/*")
-    measured = _run(
-        [argument.replace("RUN", run.name) for argument in _arguments("rolecall profile")], tmp_path
-    )
-    assert "tokens" in measured and (tmp_path / "profile.json").exists()
-    predicted = _run([*_arguments("rolecall simulate"), "--steps", "3"], tmp_path)
+def test_another_loss(another_loss: Path):
+    assert all("kl_ref" in line for line in lines(another_loss / "metrics.jsonl"))
+
+
+def test_a_run_is_foreseen(another_loss: Path):
+    folder = another_loss.parent.parent
+    profile = [argument.replace("RUN", another_loss.name) for argument in _arguments("rolecall profile")]
+    assert "tokens" in _run(profile, folder) and (folder / "profile.json").exists()
+    predicted = _run([*_arguments("rolecall simulate"), "--steps", "3"], folder)
     assert "3 steps with 64 workers" in predicted and "GPU-hours: rollout" in predicted
 
 

@@ -24,8 +24,7 @@ from rolecall.runtime.testing import LocalRun
 from .fakes import FakeTrainer, fake_ring
 
 FOLDER = Path(async_grpo.__file__).parent
-SMALL: dict[str, Any] = {"steps": 2, "batch": 4, "group_size": 4, "eval_problems": 8}
-SMALL_3: dict[str, Any] = {**SMALL, "steps": 3}
+SMALL: dict[str, Any] = {"steps": 3, "batch": 4, "group_size": 4, "eval_problems": 2, "max_tokens": 40}
 SMALL_4: dict[str, Any] = {**SMALL, "steps": 4}
 TIMES = ("time", "perf/")
 
@@ -137,7 +136,7 @@ def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Pat
 
 
 def test_expert_iteration_samples_a_whole_iteration_with_one_version_and_learns_from_winners(tmp_path: Path):
-    run(expert_iteration.build(expert_iteration.Config(**SMALL_3, iteration=2)), tmp_path)
+    run(expert_iteration.build(expert_iteration.Config(**SMALL, iteration=2)), tmp_path)
     check_ledger(tmp_path, steps=3, batch=4, max_staleness=0)
     assert [line["version"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 0, 1]
     assert expert_iteration.Config().loss.advantages([[1.0, 0.0, 0.0]]) == [[1.0, 0.0, 0.0]]
@@ -165,7 +164,8 @@ def test_no_prompt_is_forgotten_however_often_the_trainer_dies_in_an_iteration(t
         made = [report["step"] for report in run.reports["trainer"]]
         return ["trainer"] if len(run.deaths) < 4 and made[-1:] == [(1, 2, 5, 7)[len(run.deaths)]] else []
 
-    settings: dict[str, Any] = {**SMALL, "steps": 8, "seed": seed, "rollout_delay": "lognormal(1.0,1.0)"}
+    delay = "lognormal(1.0,1.0)"
+    settings: dict[str, Any] = {**SMALL, "steps": 8, "max_tokens": 4, "seed": seed, "rollout_delay": delay}
     config = expert_iteration.Config(**settings, iteration=4)
     local = LocalRun(expert_iteration.build(config), folder=tmp_path, kill=after_some_steps)
     local.run()
@@ -174,32 +174,37 @@ def test_no_prompt_is_forgotten_however_often_the_trainer_dies_in_an_iteration(t
     check_ledger(tmp_path, steps=8, batch=4, max_staleness=1)
 
 
+@pytest.fixture(scope="module")
+def sync(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """A run of sync_grpo that others are compared with."""
+    return run(sync_grpo.build(sync_grpo.Config(**SMALL)), tmp_path_factory.mktemp("sync"))
+
+
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
-def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str):
+def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str, sync: LocalRun):
     recipe = load_recipe(name)
-    first, second = tmp_path / "first", tmp_path / "second"
-    turns = [run(recipe.build(recipe.Config(**SMALL)), folder).turns for folder in (first, second)]
-    assert timeless(first) == timeless(second)
-    assert turns[0] == turns[1]
-    assert final_digest(first) == final_digest(second)
-    check_ledger(first, steps=2, batch=4, max_staleness=0 if name == "sync_grpo" else 2)
+    first = sync if name == "sync_grpo" else run(recipe.build(recipe.Config(**SMALL)), tmp_path / "first")
+    second = run(recipe.build(recipe.Config(**SMALL)), tmp_path / "second")
+    assert timeless(first.folder) == timeless(second.folder)
+    assert first.turns == second.turns
+    assert final_digest(first.folder) == final_digest(second.folder)
+    check_ledger(first.folder, steps=3, batch=4, max_staleness=0 if name == "sync_grpo" else 2)
 
 
-def test_another_seed_is_another_run(tmp_path: Path):
-    for seed in (0, 1):
-        run(sync_grpo.build(sync_grpo.Config(**SMALL, seed=seed)), tmp_path / str(seed))
-    assert final_digest(tmp_path / "0") != final_digest(tmp_path / "1")
+def test_another_seed_is_another_run(tmp_path: Path, sync: LocalRun):
+    run(sync_grpo.build(sync_grpo.Config(**SMALL, seed=1)), tmp_path)
+    assert final_digest(tmp_path) != final_digest(sync.folder)
 
 
-def test_sync_is_on_policy(tmp_path: Path):
-    run(sync_grpo.build(sync_grpo.Config(**SMALL_3)), tmp_path)
-    metrics = lines(tmp_path, "metrics.jsonl")
+def test_sync_is_on_policy(sync: LocalRun):
+    metrics = lines(sync.folder, "metrics.jsonl")
     assert [line["staleness/max"] for line in metrics] == [0, 0, 0]
     assert [line["fresh/ratio_mean"] for line in metrics] == pytest.approx([1.0] * 3, abs=0.005)
 
 
 def test_answers_are_read_and_not_trained(tmp_path: Path):
-    run(tool_grpo.build(tool_grpo.Config(**SMALL_3)), tmp_path)
+    settings: dict[str, Any] = {**SMALL, "max_tokens": 64}  # shorter ones are never right
+    run(tool_grpo.build(tool_grpo.Config(**settings)), tmp_path)
     for line in lines(tmp_path, "metrics.jsonl"):
         assert 0 < line["tokens_trained"] < 16 * line["completions/mean_length"]
         # If tokens that nobody sampled were counted, as certain ones, ratios would be far below 1.
@@ -208,7 +213,7 @@ def test_answers_are_read_and_not_trained(tmp_path: Path):
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_async_is_as_stale_as_it_may_be(tmp_path: Path, max_staleness: int):
-    config = async_grpo.Config(**SMALL_3, max_staleness=max_staleness)
+    config = async_grpo.Config(**SMALL, max_staleness=max_staleness)
     run(async_grpo.build(config), tmp_path)
     check_ledger(tmp_path, steps=3, batch=4, max_staleness=max_staleness)
     fresh = [
@@ -217,11 +222,10 @@ def test_async_is_as_stale_as_it_may_be(tmp_path: Path, max_staleness: int):
     assert fresh == pytest.approx([1.0] * len(fresh), abs=0.005)
 
 
-def test_async_without_staleness_learns_what_sync_learns(tmp_path: Path):
+def test_async_without_staleness_learns_what_sync_learns(tmp_path: Path, sync: LocalRun):
     """The same groups under the same weights, by way of a buffer."""
-    run(sync_grpo.build(sync_grpo.Config(**SMALL)), tmp_path / "sync")
-    run(async_grpo.build(async_grpo.Config(**SMALL, max_staleness=0)), tmp_path / "async")
-    assert final_digest(tmp_path / "sync") == final_digest(tmp_path / "async")
+    run(async_grpo.build(async_grpo.Config(**SMALL, max_staleness=0)), tmp_path)
+    assert final_digest(tmp_path) == final_digest(sync.folder)
 
 
 @pytest.mark.parametrize("max_staleness", [None, 0, 1, 4])
@@ -273,13 +277,14 @@ def test_a_run_whose_folder_is_gone_goes_on_from_its_store(
 
 
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
-def test_a_run_that_goes_on_elsewhere_learns_what_one_in_one_place_learns(tmp_path: Path, name: str):
+def test_a_run_that_goes_on_elsewhere_learns_what_one_in_one_place_learns(
+    tmp_path: Path, name: str, sync: LocalRun
+):
     """Bit for bit, if it is synchronous. It can also be made longer than it was meant to be."""
-    recipe, config = load_recipe(name), SMALL_3 | {"store": f"file://{tmp_path}/store"}
+    recipe, config = load_recipe(name), SMALL | {"store": f"file://{tmp_path}/store"}
     run(recipe.build(recipe.Config(**config | {"steps": 1})), tmp_path / "lost")
     run(recipe.build(recipe.Config(**config)), tmp_path / "found")
     check_ledger(tmp_path / "found", steps=3, batch=4, max_staleness=0 if name == "sync_grpo" else 2)
     if name == "sync_grpo":
-        run(recipe.build(recipe.Config(**SMALL_3)), tmp_path / "quiet")
         head = Store(config["store"]).open("local", tmp_path / "found").head()
-        assert head is not None and head.digest == final_digest(tmp_path / "quiet")
+        assert head is not None and head.digest == final_digest(sync.folder)

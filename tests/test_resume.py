@@ -41,7 +41,7 @@ def kill_everybody(command: Command, folder: Path, *, after_steps: int) -> None:
 
 def test_a_synchronous_run_killed_and_resumed_learns_the_same_bit_for_bit(tmp_path: Path):
     """As one that runs undisturbed, all of it in one process."""
-    config = sync_grpo.Config(steps=8, batch=8, eval_problems=32, eval_every=4)
+    config = sync_grpo.Config(steps=8, batch=8, eval_problems=8, eval_every=4)
     LocalRun(sync_grpo.build(config), folder=tmp_path / "quiet", run="quiet").run()
 
     killed = Command(["run", "sync_grpo", *SMALL], tmp_path)
