@@ -148,11 +148,13 @@ class Trainer(Actor):
         metrics = self.learner.step(batch.groups, version=self.version)
         trained = self.clock()
         self.done += 1
-        self._ask_ahead()
         self.successes |= {group.id: _success(group) for group in batch.groups}
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
-        if self.done % self.checkpoint_every == 0 or self.done == self.steps:
-            self._checkpoint()
+        is_kept = self.done % self.checkpoint_every == 0 or self.done == self.steps
+        ring = self._ring() if is_kept else None
+        self._ask_ahead()
+        if ring is not None:
+            self._checkpoint(ring)
         if self._is_published():
             self._publish(self.version)
         self.began_waiting = self.clock()
@@ -215,14 +217,17 @@ class Trainer(Actor):
         if self.version % 10 == 0:
             self.store.collect(keep=self.max_staleness + 2)
 
-    def _checkpoint(self) -> None:
-        ring = _Ring(
+    def _ring(self) -> _Ring:
+        """Before the next step is asked for: a stale group dropped for it would be in neither snapshot."""
+        return _Ring(
             # Before the groups: one delivered in between is then in both, and known by its id, instead of in neither.
             prompts=self.prompts.ask(PromptSource.snapshot),
             groups=self.groups.any().within(PATIENCE_S).ask(GroupSource.snapshot),
             metrics=zlib.compress(self.metrics_file.read_bytes(), level=1),
             successes=self.successes,
         )
+
+    def _checkpoint(self, ring: _Ring) -> None:
         files = self.learner.state() | {RING: msgspec.msgpack.encode(ring)}
         self.store.save_checkpoint(files, step=self.done, epoch=self.epoch)
         self.durable = self.done

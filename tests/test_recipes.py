@@ -19,7 +19,7 @@ from rolecall.actors.types import Group
 from rolecall.recipes import async_grpo, expert_iteration, inflight_grpo, one_step_off, sync_grpo, tool_grpo
 from rolecall.runtime.recipe import load_recipe, recipe_names
 from rolecall.runtime.store import Store
-from rolecall.runtime.testing import LocalRun
+from rolecall.runtime.testing import Killed, LocalRun
 
 from .fakes import FakeTrainer, fake_ring
 
@@ -274,6 +274,27 @@ def test_a_run_whose_folder_is_gone_goes_on_from_its_store(
     run(ring(), tmp_path / "found")
     most = (max_staleness or 0) + 2 * (checkpoint_every - 1)  # versions of steps that were made again stay
     check_ledger(tmp_path / "found", steps=6, batch=4, max_staleness=most)
+
+
+class Again(Brief):
+    """Makes its first step again and again: versions of it come out until what waits is stale."""
+
+    def step(self) -> float | None:
+        if self.done == 1 and self.version < 6:
+            raise Killed
+        return super().step()
+
+
+def test_what_is_dropped_for_the_next_step_is_not_lost_with_the_folder(tmp_path: Path):
+    """A checkpoint's snapshots are of before it was asked for, or the dropped would be in neither of them."""
+    ring = partial(
+        fake_ring, steps=6, batch=4, max_staleness=2, checkpoint_every=2, store=f"file://{tmp_path}/store"
+    )
+    with pytest.raises(Interrupted):
+        run(ring(trainer=Again), tmp_path / "lost")
+    run(ring(), tmp_path / "found")
+    assert lines(tmp_path / "found", "metrics.jsonl")[-1]["dropped"]["stale"] > 0
+    check_ledger(tmp_path / "found", steps=6, batch=4, max_staleness=8)
 
 
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
