@@ -13,11 +13,10 @@ from ..runtime import Actor, Answer, AskTimeout, NotYet, Ref, Unrecoverable, ide
 from ..runtime.files import write_whole
 from ..runtime.store import Store, StoreError
 from .prompts import PromptSource
-from .types import Batch, Completion, Count, Group
+from .types import LARGEST, Batch, Completion, Count, Group
 
 __all__ = ["Buffer", "GroupSource"]
 
-LARGEST = 3e38  # float32's, so that no sum of rewards or log-probabilities overflows
 ROUNDING = 1e-3  # how far above 0 a log-probability may be
 
 
@@ -67,8 +66,8 @@ class _Snapshot(msgspec.Struct):
     groups: list[Group]
 
 
-_Lent = tuple[tuple[int, int, int], Answer[list[int]]]
-"""What is lent under the oldest version that a step may train: the step, the trainer's version, and puts till then."""
+_Lent = tuple[int, Answer[list[int]]]
+"""What is lent under the oldest version that a step may train, and puts until that was asked."""
 
 
 class Buffer(Actor):
@@ -101,7 +100,7 @@ class Buffer(Actor):
         self._digests: dict[int, str] = {}
         self._puts = 0
         self._lengths = deque[int](maxlen=1000)
-        self._lent: _Lent | None = None
+        self._lent: dict[tuple[int, int], _Lent] = {}  # by step and the trainer's version
         self._trained_files: list[int] = []  # to be removed once the record says that they were trained
         self._awaited: set[int] = set()  # what the next step waits for
         self._told = 0  # the last step of which the prompt source knows what there was to spare
@@ -198,8 +197,9 @@ class Buffer(Actor):
             oldest = sorted(self._waiting.values(), key=lambda group: (group.version, group.id))
             self._handed[step] = {group.id: self._waiting.pop(group.id) for group in oldest[:groups]}
             self.record.newest = step
+            self._lent.clear()
             if self.max_staleness > 1:  # nothing more is lent under a version that is not the newest any more
-                self._lent = self._ask_what_is_lent(step + 1, version + 1)
+                self._lent[step + 1, version + 1] = self._ask_what_is_lent(version + 1)
         self._save()
         return self._batch([*self._handed[step].values()])
 
@@ -229,26 +229,27 @@ class Buffer(Actor):
         It is waited for instead, since what is slow is long, and a policy that is trained without its long answers
         learns to give short ones.
         """
-        if self._lent is None or self._lent[0][:2] != (step, version):
-            self._lent = self._ask_what_is_lent(step, version)
-        (_, _, puts), answer = self._lent
+        # A trainer that died may still ask for this step, at another version: each has its own answer to wait for.
+        asked = step, version
+        if asked not in self._lent:
+            self._lent[asked] = self._ask_what_is_lent(version)
+        puts, answer = self._lent[asked]
         if not answer.done:
             return True  # its answer calls `step`, and that has this looked at again
         try:
             lent = answer.result()
         except AskTimeout:
-            self._lent = None  # in the time of whoever asked then: the next may have more
+            del self._lent[asked]  # in the time of whoever asked then: the next may have more
             raise
         self._awaited = {id for id in lent if self._find(id) is None and not self._was_trained(id)}
         if self._awaited and puts != self._puts:  # it may have been given back since
-            self._lent = None
+            del self._lent[asked]
             return self._would_be_stale(step, version)
         return bool(self._awaited)
 
-    def _ask_what_is_lent(self, step: int, version: int) -> _Lent:
-        """Under the version whose groups are too old after this step."""
-        answer = self.prompts.ask_soon(PromptSource.lent_under, version - self.max_staleness)
-        return (step, version, self._puts), answer
+    def _ask_what_is_lent(self, version: int) -> _Lent:
+        """Under the version whose groups are too old after a step at this one."""
+        return self._puts, self.prompts.ask_soon(PromptSource.lent_under, version - self.max_staleness)
 
     def step(self) -> float | None:
         """Nothing of its own: see `_would_be_stale`."""

@@ -6,13 +6,27 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-__all__ = ["PATIENCE_S", "Batch", "Completion", "Count", "Group", "Lease", "Prompt", "Turn"]
+__all__ = [
+    "LARGEST",
+    "PATIENCE_S",
+    "Batch",
+    "Completion",
+    "Count",
+    "Group",
+    "Lease",
+    "Prompt",
+    "Rewards",
+    "Turn",
+]
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 """A number that another machine may send: any JSON file and any 8-byte integer can hold it."""
 
 PATIENCE_S = 6 * 3600.0
 """How long one role waits for another's work: that a trainer or a worker is slow is no fault."""
+
+LARGEST = 3e38
+"""A reward is below it, as is a log-probability: float32's, so that no sum of them overflows."""
 
 
 class Prompt(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from rolecall import AskTimeout, Down, NotYet, Unrecoverable
 from rolecall.actors.buffer import Buffer
 from rolecall.actors.prompts import PromptSource
 from rolecall.actors.types import Group
-from rolecall.runtime.ref import bind_transport
+from rolecall.runtime.ref import Call, bind_transport
 
 from .fakes import Direct, Published, begin, digest_of, group, ref
 
@@ -201,10 +201,41 @@ class Late:
 def test_a_question_whose_time_was_over_is_asked_again(buffer: Buffer):
     for id in (20, 21):
         buffer.put(group(id, version=4))
-    buffer._lent = (1, 4, 2), Late()
+    buffer._lent[1, 4] = 2, Late()
     with pytest.raises(AskTimeout):
         take(buffer, 1, version=4)
     assert take(buffer, 1, version=4) == [20, 21]
+
+
+class Slow:
+    """An answer that is there in the next round."""
+
+    def __init__(self, value: list[int]) -> None:
+        self.value, self.done = value, False
+
+    def result(self) -> list[int]:
+        return self.value
+
+
+def test_what_a_dead_trainer_still_asks_for_holds_up_no_other(
+    buffer: Buffer, peers: Direct, monkeypatch: pytest.MonkeyPatch
+):
+    """Both are tried again whenever one of them has its answer, and the older one first."""
+    asked: list[Slow] = []
+
+    def ask_soon(name: str, call: Call, timeout_s: float) -> Slow:
+        asked.append(Slow(peers.ask([name], call, timeout_s)[0]))
+        return asked[-1]
+
+    monkeypatch.setattr(peers, "ask_soon", ask_soon)
+    for id in (20, 21):
+        buffer.put(group(id, version=4))
+    for version in (4, 5):
+        with pytest.raises(NotYet):
+            take(buffer, 1, version=version)
+    for answer in asked:
+        answer.done = True
+    assert take(buffer, 1, version=4) == take(buffer, 1, version=5) == [20, 21]
 
 
 def test_what_a_step_waits_for_is_taken_in_by_a_full_buffer_too(buffer: Buffer, peers: Direct):
