@@ -8,15 +8,16 @@ it survives its death, and why no environment is ever on its way between process
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
 from .calculator import Calculator
 from .custom import load_from_file
-from .reward import PATIENCE_WITH_A_REWARD_S
-from .types import Prompt, Turn
+from .reward import PATIENCE_WITH_A_REWARD_S, are_rewards, is_reward
+from .types import LARGEST, Prompt, Turn
 
 __all__ = ["Environment", "EnvironmentHost", "environment_factory"]
 
@@ -91,7 +92,7 @@ class EnvironmentHost(Actor):
                 self._step(environment, prompt, turn)
         answer = self._step(environment, prompt, turns[-1])
         if len(turns) >= self.max_turns and not answer.done:
-            return Turn(reward=answer.reward, done=True)
+            return replace(answer, text="", done=True)
         if not answer.done:
             self._keep(prompt, turns, environment)
         return answer
@@ -126,10 +127,10 @@ class EnvironmentHost(Actor):
             answer = environment.step(turn)
         except Exception as error:  # whatever a user's environment raises
             raise self._broken(error, prompt, turn) from error
-        if not isinstance(answer, Turn) or not math.isfinite(answer.reward):
+        if not isinstance(answer, Turn) or not (is_reward(answer.reward) and are_rewards(answer.rewards)):
             raise Unrecoverable(
                 f"environment {self._name} gave {answer!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a step gives "
-                "a Turn, and its reward must be a finite number"
+                f"a Turn, and its rewards must be finite numbers, below {LARGEST}, and have short names"
             )
         return answer
 

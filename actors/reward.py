@@ -7,19 +7,23 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+
+import msgspec
 
 from ..runtime import Actor, Unrecoverable, idempotent, max_run_s
 from .custom import load_from_file
 from .gyms import reasoning_gym
-from .types import Prompt, Turn
+from .types import LARGEST, Prompt, Rewards, Turn
 
 __all__ = [
     "Reward",
     "RewardFunction",
+    "are_rewards",
     "exact_match",
+    "is_reward",
     "math_verify",
     "reward_function",
     "reward_functions",
@@ -34,7 +38,7 @@ RewardFunction = Callable[[Prompt, str], float]
 
 CHECK_TIMEOUT_S = 1
 _REPORTED_AT_ONCE = 16  # groups
-_WEIGHTED = re.compile(r"(-?\d+(?:\.\d*)?|-?\.\d+)\s*\*\s*(.*)", re.ASCII | re.DOTALL)
+_WEIGHTED = re.compile(r"(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*\*\s*(.*)", re.ASCII | re.DOTALL)
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
@@ -117,7 +121,14 @@ def reward_functions(names: str) -> list[Weighted]:
     fns = {name: reward_function(name) for name in weights}
     called = [_called(fn) for fn in fns.values()]
     alike = len(set(called)) < len(called)
-    return [Weighted(name if alike else _called(fn), weights[name], fn) for name, fn in fns.items()]
+    named = [Weighted(name if alike else _called(fn), weights[name], fn) for name, fn in fns.items()]
+    if not are_rewards({one.name: 0.0 for one in named}):
+        raise Unrecoverable(
+            f"the reward {names!r} has too many functions, or too long a path: a group can tell of 64, by names of at "
+            "most 200 characters",
+            exit_code=2,
+        )
+    return named
 
 
 def _called(fn: RewardFunction) -> str:
@@ -191,6 +202,11 @@ class Reward(Actor):
     def _turn(self, prompt: Prompt, completion: str) -> Turn:
         rewards = {one.name: _score(one, prompt, completion) for one in self.functions}
         total = sum(one.weight * rewards[one.name] for one in self.functions)
+        if not is_reward(total):
+            raise Unrecoverable(
+                f"rewards {rewards} weighed as in {self.given!r} give {total!r} on prompt {prompt.id} "
+                f"({prompt.text[:80]!r}): a reward must be a finite number, below {LARGEST}"
+            )
         return Turn(reward=total, rewards=rewards, done=True)
 
 
@@ -202,16 +218,26 @@ def _score(one: Weighted, prompt: Prompt, completion: str) -> float:
             f"reward function {one.name} raised {type(error).__name__}: {error}, on prompt {prompt.id} "
             f"({prompt.text[:80]!r}) and completion {completion[:80]!r}: mend the function"
         ) from error
-    if not _is_finite(value):
+    if not is_reward(value):
         raise Unrecoverable(
             f"reward function {one.name} gave {value!r} on prompt {prompt.id} ({prompt.text[:80]!r}): a "
-            "reward must be a finite number"
+            f"reward must be a finite number, below {LARGEST}"
         )
     return float(value)
 
 
-def _is_finite(value: object) -> bool:
+def are_rewards(values: Mapping[str, float]) -> bool:
+    """Whether a completion can have these, each by its name."""
     try:
-        return math.isfinite(value)  # type: ignore[arg-type]  whatever a user's function gave
+        msgspec.convert(values, Rewards)
+    except msgspec.ValidationError:
+        return False
+    return all(map(is_reward, values.values()))
+
+
+def is_reward(value: object) -> bool:
+    """Whether it can be trained: a group with one that can't be is refused, and sampled again for ever."""
+    try:
+        return math.isfinite(value) and abs(value) < LARGEST  # type: ignore[arg-type]  whatever a user's function gave
     except (TypeError, ValueError, OverflowError):
         return False

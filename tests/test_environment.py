@@ -18,6 +18,8 @@ from .fakes import begin
 PROMPT = Prompt(id=3, text="Count. ", answer="7")
 OTHER = Prompt(id=3, text="Count on. ", answer="7")  # of another data set, as an evaluator's may be
 
+PARTS = {"asked": 0.25}
+
 
 class Counter:
     """Answers how often it was asked, and what. It is done when it is told to be."""
@@ -35,7 +37,7 @@ class Counter:
     def step(self, answer: str) -> Turn:
         type(self).stepped += 1
         self.seen.append(answer)
-        return Turn(text=" ".join(self.seen), reward=0.25, done=answer == "end")
+        return Turn(text=" ".join(self.seen), reward=0.25, rewards=PARTS, done=answer == "end")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,9 @@ def test_a_turn_is_played_once_as_long_as_the_host_lives(tmp_path: Path):
     assert one.open([PROMPT, OTHER]) == ["From 1:"] * 2
     for count in range(1, 5):
         turns = [str(turn) for turn in range(count)]
-        assert one.respond(PROMPT, [turns]) == [Turn(text=" ".join(["Count. ", *turns]), reward=0.25)]
+        assert one.respond(PROMPT, [turns]) == [
+            Turn(text=" ".join(["Count. ", *turns]), reward=0.25, rewards=PARTS)
+        ]
     assert (Counter.made, Counter.stepped) == (2, 4)
 
 
@@ -70,7 +74,7 @@ def test_after_a_death_the_answer_is_the_same(tmp_path: Path):
 
 def test_completions_that_say_the_same_do_not_get_into_each_other_s_way(tmp_path: Path):
     one = host(tmp_path)
-    assert one.respond(PROMPT, [["a"], ["a"]]) == [Turn(text="Count.  a", reward=0.25)] * 2
+    assert one.respond(PROMPT, [["a"], ["a"]]) == [Turn(text="Count.  a", reward=0.25, rewards=PARTS)] * 2
     texts = [turn.text for turn in one.respond(PROMPT, [["a", "b"], ["a", "c"], ["a"]])]
     assert texts == ["Count.  a b", "Count.  a c", "Count.  a"]
     assert [turn.text for turn in one.respond(OTHER, [["a", "b"]])] == ["Count on.  a b"]
@@ -94,7 +98,7 @@ def test_only_so_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_completion_has_only_so_many_turns(tmp_path: Path):
     one = host(tmp_path, max_turns=2)
     assert not one.respond(PROMPT, [["a"]])[0].done
-    assert one.respond(PROMPT, [["a", "b"]]) == [Turn(reward=0.25, done=True)]
+    assert one.respond(PROMPT, [["a", "b"]]) == [Turn(reward=0.25, rewards=PARTS, done=True)]
     assert one._count == 0
 
 
@@ -103,6 +107,8 @@ class Broken(Counter):
         given: dict[str, Any] = {
             "nan": Turn(reward=math.nan),
             "endless": Turn(reward=math.inf),
+            "part": Turn(rewards={"length": math.nan}),
+            "long": Turn(rewards={"length" * 100: 1.0}),
             "text": "an answer",
         }
         return given[answer]
@@ -112,7 +118,9 @@ class Broken(Counter):
     ("answer", "says"),
     [
         ("nan", "Broken gave Turn.*on prompt 3"),
-        ("endless", "must be a finite number"),
+        ("endless", "must be finite numbers"),
+        ("part", "must be finite numbers"),
+        ("long", "have short names"),
         ("text", "gave 'an answer'.*a step gives a Turn"),
         ("more", "Broken raised KeyError: 'more', on prompt 3 .*at the turn 'more': mend"),
     ],

@@ -159,7 +159,9 @@ def test_several_functions_are_weighed_and_each_is_told(tmp_path: Path):
     assert (right.reward, right.rewards) == (-2.0, {"exact_match": 1.0, "short": -6.0})
     assert (wrong.reward, wrong.rewards) == (-1.0, {"exact_match": 0.0, "short": -2.0})
     assert reward.score(prompt("1"), ["#### 1", "ab"]) == [-2.0, -1.0]
-    assert started(tmp_path, "-.5 * exact_match").respond(prompt("1"), [["#### 1"]])[0].reward == -0.5
+    for weight, reward in (("-.5", -0.5), ("1e-3", 0.001)):
+        [turn] = started(tmp_path, f"{weight} * exact_match").respond(prompt("1"), [["#### 1"]])
+        assert turn.reward == reward
 
 
 def test_several_functions_of_one_name_are_told_apart(tmp_path: Path):
@@ -167,6 +169,26 @@ def test_several_functions_of_one_name_are_told_apart(tmp_path: Path):
         (tmp_path / name).write_text(f"def mine(prompt, completion):\n    return {value}\n")
     [turn] = started(tmp_path, f"{tmp_path}/a.py:mine,{tmp_path}/b.py:mine").respond(prompt("1"), [["x"]])
     assert turn.rewards == {f"{tmp_path}/a.py:mine": 1.0, f"{tmp_path}/b.py:mine": 2.0}
+
+
+def test_a_name_that_no_group_can_tell_is_an_error_here(tmp_path: Path):
+    """The buffer would not read the group again after a restart."""
+    folder = tmp_path / ("x" * 200)
+    folder.mkdir()
+    for name in ("a.py", "b.py"):
+        (folder / name).write_text("def mine(prompt, completion): return 1.0\n")
+    with pytest.raises(Unrecoverable, match="too long a path"):
+        started(tmp_path, f"{folder}/a.py:mine,{folder}/b.py:mine")
+
+
+@pytest.mark.parametrize("names", ["1e38*{0}:ten", "1e999*{0}:ten,{0}:none", "1e999*{0}:none", "{0}:much"])
+def test_what_no_trainer_could_train_is_an_error_here(tmp_path: Path, names: str):
+    """The buffer would refuse it, and the worker sample it again, for ever."""
+    file = tmp_path / "rewards.py"
+    values = {"ten": "10.0", "none": "0.0", "much": "1e39"}
+    file.write_text("".join(f"def {name}(p, c): return {value}\n" for name, value in values.items()))
+    with pytest.raises(Unrecoverable, match="must be a finite number, below 3e"):
+        started(tmp_path, names.format(file)).score(prompt("1"), ["x"])
 
 
 @pytest.mark.parametrize(
