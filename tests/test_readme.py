@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def _commands() -> list[str]:
 def _arguments(start: str) -> list[str]:
     """The arguments of the README's one command that starts so."""
     (command,) = [command for command in _commands() if command.startswith(start)]
-    return command.removeprefix("rolecall ").split()
+    return shlex.split(command.removeprefix("rolecall "))
 
 
 def _run(arguments: list[str], folder: Path) -> str:
@@ -182,7 +183,7 @@ def test_files_of_ones_own(tmp_path: Path):
             name = re.match(r"# (\w+\.py)\n", body)
             assert name, "each python block begins with its file's name"
             (tmp_path / name[1]).write_text(body)
-    short = _arguments("rolecall run async_grpo --set reward=exact_match")
+    short = _arguments("rolecall run async_grpo --set 'reward=exact_match")
     assert "in 5 steps" in _run([*short, *FEW], tmp_path)
     [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
     for line in map(json.loads, metrics.read_text().splitlines()):
