@@ -47,7 +47,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluator(Actor):
     """Evaluates the first version, then one at least `every` optimizer steps later, and that of step number `steps`.
 
-    problems: how many held-out ones. score: a reward function, or its name as `reward_function` takes it;
+    problems: how many held-out ones. score: a reward function, or its name as `reward_functions` takes it;
     1 or more counts as right. environment: what completions are played in, if given, as EnvironmentHost takes it; then
     its rewards count instead of a score's. Either runs in this process. poll_s: between two looks at the store (a
     conditional GET). It finishes with the last.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .losses import TokenStats
-from .types import Completion, Group
+from .types import MOST_REWARDS, Completion, Group
 
 __all__ = ["Seen", "group_metrics", "token_metrics"]
 
@@ -44,7 +45,10 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _mean_rewards(completions: Sequence[Completion]) -> dict[str, float]:
-    names = sorted({name for completion in completions for name in completion.rewards})
+    told = Counter(name for completion in completions for name in completion.rewards)
+    names = sorted(
+        name for name, _ in told.most_common(MOST_REWARDS)
+    )  # a machine may make up its own for each
     sums = {name: sum(completion.rewards.get(name, 0.0) for completion in completions) for name in names}
     return {f"rewards/{name}": total / len(completions) for name, total in sums.items()}
 

@@ -11,7 +11,7 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -92,14 +92,17 @@ def simulate(
         run = LocalRun(
             graph, folder=folder / "run", kill=losses.due, spared_until=losses.next, rng=random.Random(seed)
         )
-        with _no_collections():
+        with nullcontext() if lost_per_h else _no_collections():
             run.run()
         return _prediction(run, world, rollout.members, trainer.name, len(losses.happened))
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """A run of a thousand workers leaves hardly any garbage in cycles, but a fifth of its time was to look for some."""
+    """A run of a thousand workers leaves hardly any garbage in cycles, but a fifth of its time was to look for some.
+
+    Not so where machines are lost: each leaves 0.1 MB.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "LARGEST",
+    "MOST_REWARDS",
     "PATIENCE_S",
     "Batch",
     "Completion",
@@ -72,7 +73,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     done: bool = False
 
 
-Rewards = Annotated[dict[Annotated[str, Meta(max_length=200)], float], Meta(max_length=64)]
+MOST_REWARDS = 64
+Rewards = Annotated[dict[Annotated[str, Meta(max_length=200)], float], Meta(max_length=MOST_REWARDS)]
 """By name; as much as a machine may send that is not trusted."""
 
 

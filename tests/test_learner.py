@@ -329,6 +329,21 @@ def test_the_mean_of_each_function_that_rewards_are_made_up_of() -> None:
     ]
 
 
+def test_names_that_each_completion_makes_up_are_not_all_told() -> None:
+    """A line of metrics.jsonl has so many, whatever a machine sends."""
+    policy = learner()
+    [first, second] = groups(policy, count=2)
+    made_up = [
+        replace(completion, rewards={f"{at}/{i}": 1.0 for i in range(64)})
+        for at, completion in enumerate(second.completions)
+    ]
+    metrics = policy.step(
+        [change(first, rewards={"right": 1.0}), replace(second, completions=made_up)], version=0
+    )
+    names = [name for name in metrics if name.startswith("rewards/")]
+    assert len(names) == 64 and "rewards/right" in names
+
+
 def test_only_groups_of_this_version_count_as_fresh() -> None:
     policy = learner()
     fresh = groups(policy, count=2, version=3)
