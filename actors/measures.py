@@ -62,6 +62,7 @@ class Measures(Struct, frozen=True, kw_only=True):
         ]
         between = lines[1:-1]
         worked = sum(line["perf/step_s"] for line in between)
+        waited = sum(line["perf/rollout_wait_s"] for line in between)
         events = run.lines("events.jsonl")
         return cls(
             planned_steps=config["steps"],
@@ -72,7 +73,7 @@ class Measures(Struct, frozen=True, kw_only=True):
             staleness=[line["staleness/mean"] for line in lines],
             trainer_waits=[line["perf/rollout_wait_s"] / max(line["perf/step_s"], 1e-9) for line in lines],
             staleness_max=max((line["staleness/max"] for line in lines), default=0),
-            trainer_wait_share=sum(line["perf/rollout_wait_s"] for line in between) / worked if worked else 0.0,
+            trainer_wait_share=waited / worked if worked else 0.0,
             rollout_wait_share=rollout_wait_share([e["values"] for e in events if e["event"] == "report"]),
             restarts=sum(e["event"] == "death" and e["restart_in_s"] is not None for e in events),
             dropped=sum(lines[-1]["dropped"].values()) if lines else 0,
