@@ -87,7 +87,8 @@ def report(sides: Sequence[Side], *, target: float | None, price: Price) -> Repo
             "Means, and bands from the lowest to the highest of the seeds. Wall clock counts from the start of each "
             "run's command; an evaluation from when its version was trained, and between two evaluations accuracy is "
             f"taken to grow evenly. The target is {why}: {chosen:.3f}. Reward is a running mean of 5 steps. Waiting is "
-            "without a run's first step, which waits for everybody's start.",
+            "without a run's first step, which waits for everybody's start, and its last, which waits for all that is "
+            "still under way.",
         ],
     )  # fmt: skip
 

@@ -25,7 +25,8 @@ class Measures(Struct, frozen=True, kw_only=True):
                  not from when the evaluator came to it.
     steps:       (seconds, groups trained until then) of each optimizer step; reward, staleness, trainer_waits (a
                  share of the step's time) belong to them.
-    trainer_wait_share: of all steps together but the first, which waits for everybody's start.
+    trainer_wait_share: of all steps together but the first, which waits for everybody's start, and the last, which
+                 waits for all that is still under way.
     rollout_wait_share: of all workers together; None if they report nothing, as they do when the trainer asks them.
     """
 
@@ -59,8 +60,9 @@ class Measures(Struct, frozen=True, kw_only=True):
             for line in run.lines("eval.jsonl")
             if line["step"] in at
         ]
-        later = lines[1:]
-        worked = sum(line["perf/step_s"] for line in later)
+        between = lines[1:-1]
+        worked = sum(line["perf/step_s"] for line in between)
+        waited = sum(line["perf/rollout_wait_s"] for line in between)
         events = run.lines("events.jsonl")
         return cls(
             planned_steps=config["steps"],
@@ -71,7 +73,7 @@ class Measures(Struct, frozen=True, kw_only=True):
             staleness=[line["staleness/mean"] for line in lines],
             trainer_waits=[line["perf/rollout_wait_s"] / max(line["perf/step_s"], 1e-9) for line in lines],
             staleness_max=max((line["staleness/max"] for line in lines), default=0),
-            trainer_wait_share=sum(line["perf/rollout_wait_s"] for line in later) / worked if worked else 0.0,
+            trainer_wait_share=waited / worked if worked else 0.0,
             rollout_wait_share=rollout_wait_share([e["values"] for e in events if e["event"] == "report"]),
             restarts=sum(e["event"] == "death" and e["restart_in_s"] is not None for e in events),
             dropped=sum(lines[-1]["dropped"].values()) if lines else 0,

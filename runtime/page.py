@@ -72,18 +72,16 @@ class Page:
             self._words = memoryview(mmap.mmap(fd, 8 * self._end)).cast("Q")
         finally:
             os.close(fd)
-        words = self._words
+        words = self._words.tolist()  # one by one from the file they would take five times as long
         self._slots = {words[i]: i for i in range(_SENDERS, self._aside_at, 2) if words[i]}
-        self._interrupted = self._entries(range(_INTERRUPTED, _SENDERS, 3))
-        self._aside = self._entries(range(self._aside_at, self._receivers_at, 2))
-        self._free = [i for i in range(self._receivers_at - 2, self._aside_at - 2, -2) if not words[i + 1]]
+        self._interrupted = _entries(words, range(_INTERRUPTED, _SENDERS, 3))
+        self._aside = _entries(words, range(self._aside_at, self._receivers_at, 2))
+        places, taken = range(self._receivers_at - 2, self._aside_at - 2, -2), {*self._aside.values()}
+        self._free = [i for i in places if i not in taken] if taken else [*places]
 
     def close(self) -> None:
         """Give its memory and its file descriptor back; it can't be used any more."""
         self._words.release()
-
-    def _entries(self, places: range) -> dict[tuple[int, int], int]:
-        return {(self._words[i], self._words[i + 1]): i for i in places if self._words[i + 1]}
 
     def is_new(self, sender: int, seq: int) -> bool:
         """Whether this message certainly never began: `fate` tells more of the others."""
@@ -265,3 +263,9 @@ def stand_in(path: Path, memories: Sequence[Memory], *, lost: bool = False) -> N
     for memory in memories:
         page._learn(memory)
     aside.replace(path)
+
+
+def _entries(words: Sequence[int], places: range) -> dict[tuple[int, int], int]:
+    if not any(words[places.start : places.stop]):
+        return {}  # as it mostly is
+    return {(words[i], words[i + 1]): i for i in places if words[i + 1]}

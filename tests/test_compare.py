@@ -40,7 +40,8 @@ def past_run(
     steps = [
         {
             "step": step, "time": STARTED + 5 + pace_s * step, "reward": step / 10, "staleness/mean": 1.0,
-            "staleness/max": 2, "perf/rollout_wait_s": waits * pace_s, "perf/step_s": pace_s,
+            "staleness/max": 2, "perf/step_s": pace_s,
+            "perf/rollout_wait_s": (waits if 1 < step < made else 1.0) * pace_s,
             "dropped": {"stale": 1}, "groups": list(range(4 * step - 4, 4 * step)),
         }
         for step in range(1, made + 1)

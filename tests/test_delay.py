@@ -124,12 +124,14 @@ def test_without_a_sink_a_share_takes_as_long_as_its_slowest_group(tmp_path: Pat
     bind_transport(None)
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_learns_the_same_however_slow_its_workers_are(tmp_path: Path):
     for delay in ("none", "lognormal(5,1)"):
         run(sync_grpo.build(sync_grpo.Config(**SMALL, rollout_delay=delay)), tmp_path / delay)
     assert final_digest(tmp_path / "none") == final_digest(tmp_path / "lognormal(5,1)")
 
 
+@pytest.mark.slow
 def test_a_local_run_with_delays_repeats_in_virtual_time(tmp_path: Path):
     def made(folder: Path) -> LocalRun:
         return run(async_grpo.build(async_grpo.Config(**SMALL, rollout_delay="lognormal(9,1)")), folder)

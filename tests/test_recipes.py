@@ -119,12 +119,14 @@ def test_a_recipe_learns(tmp_path: Path, name: str):
     assert rewards[-1] >= rewards[0] + 0.25, rewards
 
 
+@pytest.mark.slow
 def test_one_step_off_is_one_version_behind_no_more_and_no_less(tmp_path: Path):
     run(one_step_off.build(one_step_off.Config(**SMALL_4)), tmp_path)
     check_ledger(tmp_path, steps=4, batch=4, max_staleness=1)
     assert [line["staleness/mean"] for line in lines(tmp_path, "metrics.jsonl")] == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Path):
     settings: dict[str, Any] = {**SMALL, "steps": 8}
     config = inflight_grpo.Config(**settings)
@@ -135,6 +137,7 @@ def test_inflight_goes_on_under_new_versions_and_weighs_its_tokens(tmp_path: Pat
     assert all("correction/weight_mean" in line for line in lines(tmp_path, "metrics.jsonl")[1:])
 
 
+@pytest.mark.slow
 def test_expert_iteration_samples_a_whole_iteration_with_one_version_and_learns_from_winners(tmp_path: Path):
     run(expert_iteration.build(expert_iteration.Config(**SMALL, iteration=2)), tmp_path)
     check_ledger(tmp_path, steps=3, batch=4, max_staleness=0)
@@ -142,6 +145,7 @@ def test_expert_iteration_samples_a_whole_iteration_with_one_version_and_learns_
     assert expert_iteration.Config().loss.advantages([[1.0, 0.0, 0.0]]) == [[1.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_an_iteration_whose_trainer_dies_in_the_middle_is_sampled_again(tmp_path: Path):
     """Under the version that the trainer publishes when it is back; no group is trained twice."""
 
@@ -156,6 +160,7 @@ def test_an_iteration_whose_trainer_dies_in_the_middle_is_sampled_again(tmp_path
     check_ledger(tmp_path, steps=4, batch=4, max_staleness=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_prompt_is_forgotten_however_often_the_trainer_dies_in_an_iteration(tmp_path: Path, seed: int):
     """While some of the first are still being sampled, for groups take more or less long."""
@@ -180,6 +185,7 @@ def sync(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     return run(sync_grpo.build(sync_grpo.Config(**SMALL)), tmp_path_factory.mktemp("sync"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
 def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: str, sync: LocalRun):
     recipe = load_recipe(name)
@@ -191,17 +197,20 @@ def test_a_recipe_runs_to_its_end_and_repeats_bit_for_bit(tmp_path: Path, name: 
     check_ledger(first.folder, steps=3, batch=4, max_staleness=0 if name == "sync_grpo" else 2)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(tmp_path: Path, sync: LocalRun):
     run(sync_grpo.build(sync_grpo.Config(**SMALL, seed=1)), tmp_path)
     assert final_digest(tmp_path) != final_digest(sync.folder)
 
 
+@pytest.mark.slow
 def test_sync_is_on_policy(sync: LocalRun):
     metrics = lines(sync.folder, "metrics.jsonl")
     assert [line["staleness/max"] for line in metrics] == [0, 0, 0]
     assert [line["fresh/ratio_mean"] for line in metrics] == pytest.approx([1.0] * 3, abs=0.005)
 
 
+@pytest.mark.slow
 def test_answers_are_read_and_not_trained(tmp_path: Path):
     settings: dict[str, Any] = {**SMALL, "max_tokens": 64}  # shorter ones are never right
     run(tool_grpo.build(tool_grpo.Config(**settings)), tmp_path)
@@ -211,6 +220,7 @@ def test_answers_are_read_and_not_trained(tmp_path: Path):
         assert line.get("fresh/ratio_mean", 1.0) == pytest.approx(1.0, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_async_is_as_stale_as_it_may_be(tmp_path: Path, max_staleness: int):
     config = async_grpo.Config(**SMALL, max_staleness=max_staleness)
@@ -222,6 +232,7 @@ def test_async_is_as_stale_as_it_may_be(tmp_path: Path, max_staleness: int):
     assert fresh == pytest.approx([1.0] * len(fresh), abs=0.005)
 
 
+@pytest.mark.slow
 def test_async_without_staleness_learns_what_sync_learns(tmp_path: Path, sync: LocalRun):
     """The same groups under the same weights, by way of a buffer."""
     run(async_grpo.build(async_grpo.Config(**SMALL, max_staleness=0)), tmp_path)
@@ -297,6 +308,7 @@ def test_what_is_dropped_for_the_next_step_is_not_lost_with_the_folder(tmp_path:
     check_ledger(tmp_path / "found", steps=6, batch=4, max_staleness=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync_grpo", "async_grpo"])
 def test_a_run_that_goes_on_elsewhere_learns_what_one_in_one_place_learns(
     tmp_path: Path, name: str, sync: LocalRun
