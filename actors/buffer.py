@@ -24,8 +24,8 @@ class GroupSource(Protocol):
     """Whatever a trainer can take groups from: a buffer, or the rollout workers themselves."""
 
     @idempotent
-    def take(self, step: int, groups: int, version: int, durable: int, wait: bool = True) -> Batch:
-        """Groups for optimizer step number `step`; without `wait` none, if they are not there: nobody lacks them yet.
+    def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
+        """Groups for optimizer step number `step`.
 
         Asked again for the same step (the trainer died over it) it gives the same groups, so nothing is
         trained twice and nothing is lost. version: the trainer's. durable: the last step in a checkpoint;
@@ -157,14 +157,13 @@ class Buffer(Actor):
         return "accepted"
 
     @idempotent
-    def take(self, step: Count, groups: Count, version: Count, durable: Count, wait: bool = True) -> Batch:
+    def take(self, step: Count, groups: Count, version: Count, durable: Count) -> Batch:
         """Whole groups for optimizer step number `step`, those with the oldest policy first.
 
         Asked again for a step it gives the same groups, whoever asks, and no group for two steps; until that step is
         durable (the last in a checkpoint), when its groups are let go. version: the trainer's.
 
-        A batch without groups means that stale ones were dropped and there were too few left, or, without `wait`,
-        that there were too few: ask again.
+        A batch without groups means that stale ones were dropped and there were too few left: ask again.
         Raises Unrecoverable (exit code 2) for more groups than it can hold, ValueError for a step that is
         neither one whose groups it still has nor the next, and when a step not yet handed out is durable.
         """
@@ -186,9 +185,8 @@ class Buffer(Actor):
             dropped = self._drop_stale()
             spare = len(self._waiting) - groups
             if spare < 0:
-                if wait:
-                    self._tell(step, spare)
-                if dropped or not wait:
+                self._tell(step, spare)
+                if dropped:
                     return self._batch([])
                 raise NotYet
             if self._would_be_stale(step, version):

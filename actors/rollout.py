@@ -166,7 +166,7 @@ class RolloutWorker(Actor):
         return [one for one in self._whole if one.due > self.context.now()]
 
     @idempotent
-    def take(self, step: int, groups: int, version: int, durable: int, wait: bool = True) -> Batch:
+    def take(self, step: int, groups: int, version: int, durable: int) -> Batch:
         """Sample one lease of this step's prompts; the other workers sample the rest (see GroupSource).
 
         A worker that died over it, or since, samples the same again: its prompts are still lent to it, and a

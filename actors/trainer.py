@@ -162,15 +162,14 @@ class Trainer(Actor):
         return 0.0
 
     def _ask_ahead(self) -> None:
-        """The next step's groups can be on their way while this step is saved and published, if they are there.
+        """The next step's groups can be on their way while this step is saved and published.
 
         Not with a max_staleness below 2: until the version is out, more can then be lent that the step has to wait for.
         """
         if self.max_staleness > 1 and self.done < self.steps:
             version = self.version + self._is_published()
             source = self.groups.within(PATIENCE_S)
-            word = self.done + 1, self.batch, version, self.durable
-            self._ahead = source.ask_soon(GroupSource.take, *word, wait=False)
+            self._ahead = source.ask_soon(GroupSource.take, self.done + 1, self.batch, version, self.durable)
 
     def _take(self) -> Batch:
         """The groups of the next step; without groups if stale ones were dropped instead.
@@ -194,9 +193,8 @@ class Trainer(Actor):
     def _given(self) -> list[Batch]:
         """What the buffer, or each worker, gives for the next step."""
         if self._ahead is not None:
-            ahead, self._ahead = self._ahead.result(), None
-            if ahead.groups:
-                return [ahead]
+            ahead, self._ahead = self._ahead, None
+            return [ahead.result()]
         source = self.groups.within(PATIENCE_S)
         return source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
 

@@ -76,19 +76,6 @@ def test_too_few_groups_are_waited_for(buffer: Buffer):
     assert take(buffer, 1) == [0, 1]
 
 
-def test_what_is_asked_for_ahead_is_given_if_it_is_there_and_nobody_lacks_it(buffer: Buffer, peers: Direct):
-    told: list[Any] = []
-    peers.before = lambda name, call: told.append(call.args) if call.method == "spare" else None
-    buffer.put(group(4))
-    assert buffer.take(1, 2, 0, 0, wait=False).groups == []
-    assert told == []
-    with pytest.raises(NotYet):
-        buffer.take(1, 2, 0, 0)
-    assert told == [(-1,)]
-    buffer.put(group(5))
-    assert [one.id for one in buffer.take(1, 2, 0, 0, wait=False).groups] == [4, 5]
-
-
 def test_the_oldest_policy_goes_first(buffer: Buffer):
     for id, version in [(0, 2), (1, 1), (2, 0), (3, 1)]:
         buffer.put(group(id, version))

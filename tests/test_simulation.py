@@ -225,10 +225,10 @@ def handled(workers: int) -> int:
 
     def counted(handler: Any) -> Any:
         @wraps(handler)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any) -> Any:
             nonlocal calls
             calls += 1
-            return handler(*args, **kwargs)
+            return handler(*args)
 
         return call
 
