@@ -178,7 +178,7 @@ class Reward(Actor):
         completions = ["".join(turns) for turns in transcripts]
         if len(self.functions) > 1:
             turns = [self._turn(prompt, completion) for completion in completions]
-        else:
+        else:  # what there is to tell is the reward itself, and `score` may be a subclass's own
             turns = [Turn(reward=score, done=True) for score in self.score(prompt, completions)]
         self._took_s.append(time.monotonic() - began)
         return turns

@@ -150,26 +150,23 @@ class Trainer(Actor):
         self.done += 1
         self.successes |= {group.id: _success(group) for group in batch.groups}
         self._write_metrics(batch, metrics, wait_s=taken - self.began_waiting, fwd_bwd_s=trained - taken)
-        is_kept = self.done % self.checkpoint_every == 0 or self.done == self.steps
-        ring = self._ring() if is_kept else None
-        self._ask_ahead()
-        if ring is not None:
-            self._checkpoint(ring)
-        if self._is_published():
+        if self.done % self.checkpoint_every == 0 or self.done == self.steps:
+            self._checkpoint()
+        if self.done % self.publish_every == 0 or self.done == self.steps:
             self._publish(self.version)
         self.began_waiting = self.clock()
         self.publish_s = self.began_waiting - trained
         return 0.0
 
     def _ask_ahead(self) -> None:
-        """The next step's groups can be on their way while this step is saved and published.
+        """The next step's groups can be on their way while the prompt source hears of the version, and no sooner, for
+        what is whole by now is older than what will be.
 
-        Not with a max_staleness below 2: until the version is out, more can then be lent that the step has to wait for.
+        Not with a max_staleness below 2: before it has heard, more can then be lent that the step has to wait for.
         """
         if self.max_staleness > 1 and self.done < self.steps:
-            version = self.version + self._is_published()
-            source = self.groups.within(PATIENCE_S)
-            self._ahead = source.ask_soon(GroupSource.take, self.done + 1, self.batch, version, self.durable)
+            source, step = self.groups.within(PATIENCE_S), self.done + 1
+            self._ahead = source.ask_soon(GroupSource.take, step, self.batch, self.version, self.durable)
 
     def _take(self) -> Batch:
         """The groups of the next step; without groups if stale ones were dropped instead.
@@ -198,10 +195,6 @@ class Trainer(Actor):
         source = self.groups.within(PATIENCE_S)
         return source.ask_each(GroupSource.take, self.done + 1, self.batch, self.version, self.durable)
 
-    def _is_published(self) -> bool:
-        """Whether a version comes out after this step."""
-        return self.done % self.publish_every == 0 or self.done == self.steps
-
     def _publish(self, newest: int) -> None:
         """Publish the weights as the version after `newest`, and let the prompt source admit more work."""
         self.version = newest + 1
@@ -212,22 +205,21 @@ class Trainer(Actor):
             epoch=self.epoch,
             time=time.time(),
         )
+        self._ask_ahead()
         self.prompts.ask(PromptSource.advance, self.done, self.version, self.successes)
         self.successes = {}
         if self.version % 10 == 0:
             self.store.collect(keep=self.max_staleness + 2)
 
-    def _ring(self) -> _Ring:
+    def _checkpoint(self) -> None:
         """Before the next step is asked for: a stale group dropped for it would be in neither snapshot."""
-        return _Ring(
+        ring = _Ring(
             # Before the groups: one delivered in between is then in both, and known by its id, instead of in neither.
             prompts=self.prompts.ask(PromptSource.snapshot),
             groups=self.groups.any().within(PATIENCE_S).ask(GroupSource.snapshot),
             metrics=zlib.compress(self.metrics_file.read_bytes(), level=1),
             successes=self.successes,
         )
-
-    def _checkpoint(self, ring: _Ring) -> None:
         files = self.learner.state() | {RING: msgspec.msgpack.encode(ring)}
         self.store.save_checkpoint(files, step=self.done, epoch=self.epoch)
         self.durable = self.done
