@@ -16,9 +16,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..runtime import Answer, idempotent
+from ..runtime import Answer, Unrecoverable, idempotent
 from .engines import Engine, Request, Sample, Sampling
-from .types import Completion, Group, Lease, Prompt, Turn
+from .reward import is_reward
+from .types import LARGEST, Completion, Group, Lease, Prompt, Turn
 
 __all__ = ["Episode", "Judge", "OpenGroup", "begin_turns", "play"]
 
@@ -73,8 +74,17 @@ class Episode:
         self.turns.append(sample.text)
 
     def add_answer(self, turn: Turn, engine: Engine) -> None:
-        """What the judge has answered to its last turn. Without room to go on it is cut off there."""
+        """What the judge has answered to its last turn. Without room to go on it is cut off there.
+
+        Raises Unrecoverable for a reward that can't be trained.
+        """
         self.reward += turn.reward
+        if not is_reward(self.reward):
+            raise Unrecoverable(
+                f"the reward of a completion of prompt {self.prompt.id} ({self.prompt.text[:80]!r}) is {self.reward!r} "
+                f"with what was given for its last turn: it must be a finite number, below {LARGEST}; mend whoever "
+                "judges it"
+            )
         for name, reward in turn.rewards.items():
             self.rewards[name] += reward
         self.done = turn.done

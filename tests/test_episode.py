@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+from rolecall import Unrecoverable
 from rolecall.actors.engines import Request, Sample, Sampling
 from rolecall.actors.episode import Episode, play
 from rolecall.actors.types import Prompt, Turn
@@ -46,6 +48,27 @@ def test_a_completion_that_is_all_the_policy_s_needs_no_mask():
     one.add_turn(sample([10, 11]))
     one.add_answer(Turn(reward=1.0, done=True), FakeEngine())
     assert one.completion().mask == [] and one.completion().sampled == 2
+
+
+def test_a_reward_is_the_sum_of_its_turns_and_so_is_each_of_its_parts():
+    one = episode()
+    one.add_turn(sample([10]))
+    one.add_answer(Turn(text="2", reward=1.0, rewards={"right": 1.0}), FakeEngine())
+    one.add_turn(sample([11]))
+    one.add_answer(Turn(reward=0.5, rewards={"right": 1.0, "short": -0.5}, done=True), FakeEngine())
+    assert (one.completion().reward, one.completion().rewards) == (1.5, {"right": 2.0, "short": -0.5})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 2e38])
+def test_a_reward_that_no_group_could_have_is_an_error_and_not_sampled_for_ever(reward: float):
+    one = episode()
+    one.add_turn(sample([10]))
+    one.add_answer(Turn(text="2", reward=2e38), FakeEngine())
+    one.add_turn(sample([11]))
+    with pytest.raises(
+        Unrecoverable, match=r"of a completion of prompt 0 \('ask'\) is (nan|inf|4e\+38) with what"
+    ):
+        one.add_answer(Turn(reward=reward, done=True), FakeEngine())
 
 
 def test_every_turn_has_a_seed_of_its_own():
