@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from ..runtime import Answer, Unrecoverable, idempotent
 from .engines import Engine, Request, Sample, Sampling
-from .reward import is_reward
+from .reward import are_rewards, is_reward
 from .types import LARGEST, Completion, Group, Lease, Prompt, Turn
 
 __all__ = ["Episode", "Judge", "OpenGroup", "begin_turns", "play"]
@@ -79,14 +79,14 @@ class Episode:
         Raises Unrecoverable for a reward that can't be trained.
         """
         self.reward += turn.reward
-        if not is_reward(self.reward):
-            raise Unrecoverable(
-                f"the reward of a completion of prompt {self.prompt.id} ({self.prompt.text[:80]!r}) is {self.reward!r} "
-                f"with what was given for its last turn: it must be a finite number, below {LARGEST}; mend whoever "
-                "judges it"
-            )
         for name, reward in turn.rewards.items():
             self.rewards[name] += reward
+        if not (is_reward(self.reward) and are_rewards(self.rewards)):
+            raise Unrecoverable(
+                f"the reward of a completion of prompt {self.prompt.id} ({self.prompt.text[:80]!r}) is {self.reward!r} "
+                f"with what was given for its last turn, {turn!r}: rewards must be finite numbers, below {LARGEST}, "
+                "and have short names; mend whoever judges it"
+            )
         self.done = turn.done
         if turn.done:
             return

@@ -59,16 +59,25 @@ def test_a_reward_is_the_sum_of_its_turns_and_so_is_each_of_its_parts():
     assert (one.completion().reward, one.completion().rewards) == (1.5, {"right": 2.0, "short": -0.5})
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 2e38])
-def test_a_reward_that_no_group_could_have_is_an_error_and_not_sampled_for_ever(reward: float):
+@pytest.mark.parametrize(
+    "turn",
+    [
+        Turn(reward=float("nan"), done=True),
+        Turn(reward=float("inf"), done=True),
+        Turn(reward=2e38, done=True),
+        Turn(rewards={"right": float("nan")}, done=True),
+        Turn(rewards={"x" * 201: 1.0}, done=True),
+    ],
+)
+def test_a_reward_that_no_group_could_have_is_an_error_and_not_sampled_for_ever(turn: Turn):
     one = episode()
     one.add_turn(sample([10]))
     one.add_answer(Turn(text="2", reward=2e38), FakeEngine())
     one.add_turn(sample([11]))
     with pytest.raises(
-        Unrecoverable, match=r"of a completion of prompt 0 \('ask'\) is (nan|inf|4e\+38) with what"
+        Unrecoverable, match=r"of a completion of prompt 0 \('ask'\) is .* mend whoever judges it"
     ):
-        one.add_answer(Turn(reward=reward, done=True), FakeEngine())
+        one.add_answer(turn, FakeEngine())
 
 
 def test_every_turn_has_a_seed_of_its_own():

@@ -16,7 +16,7 @@ from .losses import LOSSES, name_of, run
 
 WITH_KL = [Loss(kl_coef=0.1), Loss(kind="cispo", kl_coef=1, kl="k2"), Loss(kl_coef=0.1, correction="tis")]
 every = pytest.mark.parametrize("loss", [*LOSSES, *WITH_KL], ids=name_of)
-few = settings(max_examples=4)  # of each of more than a hundred losses
+few = settings(max_examples=6)  # of each of more than a hundred losses
 
 token = st.tuples(st.floats(-9, 0), st.floats(-9, 0), st.floats(-9, 0))
 completion = st.tuples(

@@ -34,7 +34,7 @@ def test_three_steps_end_to_end(tmp_path: Path):
     model = str(smollm2())
     settings = [
         f"model={model}", f"train_set={ROWS}", f"eval_set={ROWS}", "eval_problems=1", "reward=math_verify",
-        "engine=vllm", f"engine_python={PYTHON}", "rollout_workers=1", "max_staleness=0", "steps=3", "batch=1",
+        "engine=vllm", f"engine_python={PYTHON}", "rollout_workers=1", "max_staleness=0", "steps=3", "batch=2",
         "group_size=6", "max_tokens=40", "temperature=0.8", "lora.rank=4", "lora.alpha=8",
     ]  # fmt: skip
     flags = [part for setting in settings for part in ("--set", setting)]
@@ -43,7 +43,7 @@ def test_three_steps_end_to_end(tmp_path: Path):
     code, out, err = command.finish(500)
     assert code == 0, err
     result = msgspec.json.decode(out)
-    assert (result["steps"], result["restarts"], result["groups_trained"]) == (3, 0, 3)
+    assert (result["steps"], result["restarts"], result["groups_trained"]) == (3, 0, 6)
 
     metrics = lines(command.run_folder() / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3]

@@ -54,18 +54,18 @@ def check_main_job(folder: Path, steps: int) -> None:
 
 
 def test_the_main_job_learns_to_show_its_working_over_s3(tmp_path: Path, s3_server: S3Server):
-    """The README's first line learns longer, over a folder: tests/test_readme.py."""
-    chosen = [f"store=s3://{s3_server.bucket}/main-job", "steps=12", "lr=3e-3", "eval_problems=64"]
-    settings = [word for setting in chosen for word in ("--set", setting)]
-    command = Command(["run", "async_grpo", "--json", *settings], tmp_path, s3_server.environment())
+    """The README's first line is the same over a folder."""
+    store = f"store=s3://{s3_server.bucket}/main-job"
+    command = Command(["run", "async_grpo", "--json", "--set", store], tmp_path, s3_server.environment())
     code, out, err = command.finish(180)
     assert code == 0, err
     result = check_result(
-        out, recipe="async_grpo", steps=12, groups_trained=192, restarts=0, groups_dropped={}
+        out, recipe="async_grpo", steps=40, groups_trained=640, restarts=0, groups_dropped={}
     )
-    assert result["accuracy_after"] >= result["accuracy_before"] + 0.3
+    assert result["accuracy_before"] <= 0.40
+    assert result["accuracy_after"] >= 0.85
     assert (Path(result["adapter"]) / "adapter_model.safetensors").exists()
-    check_main_job(command.run_folder(), 12)
+    check_main_job(command.run_folder(), 40)
     assert command.processes() == []
 
 
